@@ -1,0 +1,42 @@
+"""Every knob, declared once: its unit, default and reason.
+
+The command line, the docs and the report are made from these fields. There is no tolerance here: the
+bar is measured per problem (numerics/envelope.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How thorough an audit is. Counts, seconds and mebibytes; nothing that moves the bar."""
+
+    name: str = "standard"
+    workloads: int = 4  # declared workloads audited: smallest, largest and a spread between
+    seeds: int = 2  # fresh draws of each audited workload
+    samples: int = 4  # Monte-Carlo rounding samples that set the honest floor (numerics.md §2: 4 is enough)
+    recipes: int = 99  # input recipes tried beyond the declared generator
+    sizes: int = 6  # sizes tried outside the declared list
+    probes: int = 3  # placements per swamping probe
+    growth: int = 5  # points on the error-growth curve
+    trial: bool = True  # run the training matrix
+    trial_seeds: int = 1  # seeds per cell of the training matrix
+    load_timeout_s: float = 120.0  # importing and building the candidate
+    call_timeout_s: float = 60.0  # one call, first-call compilation included
+    memory_mib: int = 8192  # address space a candidate may add on CPU
+    printed_kib: int = 64  # kept of what a candidate prints
+    budget_s: float = 600.0  # audit of one candidate; what is left over then is not verified
+    grades: tuple[str, ...] = ("F32", "TC")  # grades that pass
+
+
+QUICK = Policy(
+    name="quick", workloads=2, seeds=1, recipes=4, sizes=3, probes=2, growth=4, trial=False,
+    load_timeout_s=60.0, call_timeout_s=30.0, budget_s=120.0,
+)  # fmt: skip
+STANDARD = Policy()
+DEEP = replace(STANDARD, name="deep", workloads=16, seeds=4, samples=8, sizes=12, probes=6, growth=8, trial_seeds=3, budget_s=3600.0)
+
+POLICIES = {p.name: p for p in (QUICK, STANDARD, DEEP)}
+KNOBS = tuple(f.name for f in fields(Policy))
