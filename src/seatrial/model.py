@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -193,8 +193,38 @@ class CallRecord:
 # What we conclude
 
 
+_NUMBERS_JSON_LACKS = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
+
+
+def _every_leaf(value: Any, change: Callable[[Any], Any]) -> Any:
+    if isinstance(value, dict):
+        return {_every_leaf(key, change): _every_leaf(item, change) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_every_leaf(item, change) for item in value]
+    return change(value)
+
+
+def _speakable(leaf: Any) -> Any:
+    # A candidate may print bytes that are no text; JSON has no word for a lone surrogate.
+    return leaf.encode("utf-8", "backslashreplace").decode("utf-8") if isinstance(leaf, str) else leaf
+
+
+def _number_again(leaf: Any) -> Any:
+    return _NUMBERS_JSON_LACKS.get(leaf, leaf) if type(leaf) is str else leaf
+
+
+def _numbers_again(details: dict[str, Any]) -> dict[str, Any]:
+    # Free-form values have no declared type, so the three words are always numbers, in memory as in JSON.
+    return {key: _every_leaf(item, _number_again) for key, item in details.items()}
+
+
 class _Public(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _text_is_speakable(cls, data: Any) -> Any:
+        return _every_leaf(data, _speakable)
 
 
 class Outcome(StrEnum):
@@ -252,7 +282,7 @@ class Finding(_Public):
     where: Where = Where()
     reproducer: str = ""
     advice: str = ""
-    details: dict[str, Any] = Field(default_factory=dict)
+    details: Annotated[dict[str, Any], AfterValidator(_numbers_again)] = Field(default_factory=dict)
 
 
 class BenchmarkRow(_Public):
