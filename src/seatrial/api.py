@@ -1,0 +1,81 @@
+"""The Python door: `seatrial.check`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from os import PathLike
+from typing import Any
+
+from seatrial.errors import UsageError
+from seatrial.model import Candidate, Problem, Report
+from seatrial.policy import POLICIES, Policy
+
+Path = str | PathLike[str]
+
+
+def check(
+    problem: Path | Callable[..., Any],
+    candidate: Path | Callable[..., Any] | None = None,
+    *,
+    reference: Callable[..., Any] | None = None,
+    inputs: Callable[..., Any] | None = None,
+    entry_point: str | None = None,
+    device: str = "auto",
+    policy: str | Policy = "standard",
+    seed: int | None = None,
+    only: Sequence[str] = (),
+    skip: Sequence[str] = (),
+    fail_fast: bool = False,
+) -> Report:
+    """Judge one candidate; the same as `seatrial check`.
+
+    With files: check(problem_folder, solution_json_or_py). With plain callables: check(kernel, reference=f,
+    inputs=make), where make(seed) returns the inputs as a dict, a tuple or one tensor, and kernel and reference
+    take them positionally. `device` is "auto", "cpu", "cuda" or "cuda:N"; `seed` is fresh when None and stands in
+    the report. Raises UsageError when the problem, the candidate or an option cannot be understood.
+    """
+    from seatrial.devices import pick
+    from seatrial.verify import Options, verify
+
+    loaded, kernel = _load(problem, candidate, reference, inputs, entry_point)
+    more = {} if seed is None else {"seed": seed}
+    options = Options(
+        policy=policy_named(policy),
+        device=pick(device),
+        only=tuple(only),
+        skip=tuple(skip),
+        fail_fast=fail_fast,
+        **more,
+    )
+    return verify(loaded, [kernel], options)[0]
+
+
+def policy_named(policy: str | Policy) -> Policy:
+    """A policy by name. Raises UsageError naming the known ones."""
+    if isinstance(policy, Policy):
+        return policy
+    if policy not in POLICIES:
+        raise UsageError(f"there is no policy named {policy!r}; known are {', '.join(POLICIES)}")
+    return POLICIES[policy]
+
+
+def _load(
+    problem: Path | Callable[..., Any],
+    candidate: Path | Callable[..., Any] | None,
+    reference: Callable[..., Any] | None,
+    inputs: Callable[..., Any] | None,
+    entry_point: str | None,
+) -> tuple[Problem, Candidate]:
+    from seatrial.formats import load_candidates, load_problem
+    from seatrial.formats.plain import candidate_from_callable, problem_from_callables
+
+    if callable(problem):
+        if candidate is not None or reference is None or inputs is None:
+            raise UsageError("a plain kernel needs reference= and inputs=: check(kernel, reference=f, inputs=make)")
+        return problem_from_callables(reference, inputs), candidate_from_callable(problem)
+    if candidate is None:
+        raise UsageError("a problem folder needs a candidate: check(problem, candidate)")
+    loaded = load_problem(problem)
+    if callable(candidate):
+        return loaded, candidate_from_callable(candidate)
+    return loaded, load_candidates([candidate], entry_point=entry_point, problem=loaded)[0]

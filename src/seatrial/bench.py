@@ -1,0 +1,110 @@
+"""The parent's hand on one candidate: opens its processes, calls it, keeps count.
+
+A candidate that dies costs its process and no more: the next call opens a fresh one. A candidate that
+keeps hanging costs two time-outs; after that its remaining calls are refused here, so that a verdict
+comes in bounded time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from seatrial.model import CallRecord, Candidate, Ran, Value
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from seatrial.study import Case, Clock, Study
+    from seatrial.workers.process import ForkServer, Session
+
+NAN = float("nan")
+FINITE_POISON = 192.0  # finite, unlikely as a result, exact in every float format of 8 bits or more
+
+MOST_HANGS = 2
+MOST_DEATHS = 8
+
+
+class Bench:
+    """Calls one candidate on cases of one study."""
+
+    def __init__(self, study: Study, candidate: Candidate, server: ForkServer, clock: Clock) -> None:
+        self.study = study
+        self.candidate = candidate
+        self.clock = clock
+        self.calls = 0
+        self.deaths: list[CallRecord] = []
+        self.proven_fault = False  # a check that ran before has rejected the numbers
+        self.progress: Callable[[str, float], None] = lambda words, share: None
+        self._server = server
+        self._session: Session | None = None
+        self._load: CallRecord | None = None
+
+    def load(self) -> CallRecord:
+        """Open a process for the candidate if there is none; what became of loading it."""
+        return self._open().loaded
+
+    def fresh(self) -> None:
+        """The next call happens in a process that has never called the candidate."""
+        self.close()
+
+    def call(
+        self,
+        case: Case,
+        *,
+        inputs: Sequence[Value] | None = None,
+        poison: float | None = NAN,
+        echo: bool = False,
+    ) -> CallRecord:
+        """One call on the inputs of a case (or on others of the same sizes)."""
+        refusal = self._refusal()
+        if refusal is not None:
+            return refusal
+        session = self._open()
+        if session.loaded.ran is not Ran.RETURNED:
+            return session.loaded
+        record = session.call(
+            self.study.inputs(case) if inputs is None else inputs,
+            self.study.slots(case.workload),
+            poison=poison,
+            echo=echo,
+        )
+        self.calls += 1
+        if not session.alive:
+            self.deaths.append(record)
+            self.close()
+        return record
+
+    def kernel(self, case: Case) -> Callable[[Sequence[Value]], tuple[Tensor, ...] | None]:
+        """The candidate as a function of inputs at the sizes of a case; None when it gave nothing."""
+
+        def call(inputs: Sequence[Value]) -> tuple[Tensor, ...] | None:
+            record = self.call(case, inputs=inputs)
+            return record.outputs if record.usable else None
+
+        return call
+
+    def close(self) -> None:
+        """End the candidate's process with all its descendants."""
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+
+    def _open(self) -> Session:
+        if self._session is None:
+            self._session = self._server.open(
+                self.candidate, device=self.study.device.name, policy=self.study.policy
+            )
+            if self._session.loaded.ran is Ran.TIMED_OUT:
+                self.deaths.append(self._session.loaded)
+        return self._session
+
+    def _refusal(self) -> CallRecord | None:
+        if self.clock.over:
+            return CallRecord(Ran.LOST, error=f"the time budget of {self.clock.budget_s:.0f} s was spent")
+        hangs = [d for d in self.deaths if d.ran is Ran.TIMED_OUT]
+        if len(hangs) >= MOST_HANGS:
+            return CallRecord(Ran.LOST, error=f"not called: it hung {len(hangs)} times before")
+        if len(self.deaths) >= MOST_DEATHS:
+            return CallRecord(Ran.LOST, error=f"not called: it died {len(self.deaths)} times before")
+        return None

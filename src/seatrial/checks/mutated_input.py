@@ -1,0 +1,96 @@
+"""An input that the kernel changed although the problem does not say so.
+
+What it shows      every input tensor holds after the call, byte for byte, what it held before
+Why it matters     the caller reads its activations again in the backward pass
+How                the child sends the inputs back as they stand after the call; the parent compares bytes
+What it misses     a change that is undone before the call returns
+Cost               one call per audited workload, at most two workloads
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from seatrial.bench import Bench
+from seatrial.checks.base import (
+    Conclusion,
+    Evidence,
+    Example,
+    Job,
+    NotApplicable,
+    failed,
+    held,
+    not_verified,
+    unusable,
+    where,
+)
+from seatrial.model import CallRecord, Finding, Ran
+from seatrial.study import Case, Study
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+NAME = "mutated-input"
+TITLE = "inputs are left as they were"
+
+
+def plan(study: Study) -> Sequence[Job] | NotApplicable:
+    """Up to two audited workloads."""
+    if all(spec.shape is None for spec in study.problem.inputs):
+        return NotApplicable("no tensor inputs")
+    return tuple(Job(f"inputs after the call, workload {w.uuid}", (study.case(w),)) for w in study.audited[:2])
+
+
+def observe(bench: Bench, job: Job) -> Evidence:
+    """One call whose inputs come back."""
+    return Evidence(job, (bench.call(job.cases[0], echo=True),))
+
+
+def judge(study: Study, evidence: Sequence[Evidence]) -> Conclusion:
+    """Any changed byte is a fault."""
+    findings: list[Finding] = []
+    for e in evidence:
+        findings += _judge_call(study, e.job.cases[0], e.records[0])
+    bad = [f for f in findings if f.outcome.value == "failed"]
+    return Conclusion(bad[:3] or findings or [held(NAME, "no byte of any input changed")])
+
+
+def _judge_call(study: Study, case: Case, record: CallRecord) -> list[Finding]:
+    before = study.inputs(case)
+    if record.ran is not Ran.RETURNED or len(record.echoed) != len(before):
+        return [not_verified(NAME, unusable(record), where=where(case))]
+    return [
+        failed(
+            NAME,
+            f"input `{spec.name}` changed during the call in {count} of {was.numel()} elements",
+            cause="mutated",
+            measured=float(count),
+            allowed=0.0,
+            unit="elements",
+            where=where(case),
+            advice="Work on a copy, or have the problem declare the input as updated in place.",
+        )
+        for spec, was, now in zip(study.problem.inputs, before, record.echoed, strict=True)
+        if now is not None and hasattr(was, "shape") and (count := changed_elements(was, now))
+    ]
+
+
+def changed_elements(was: Tensor, now: Tensor) -> int:
+    """Elements with at least one other byte; NaN payloads and signed zeros count."""
+    import torch
+
+    if was.shape != now.shape or was.dtype != now.dtype:
+        return max(was.numel(), 1)
+    if was.numel() == 0:
+        return 0
+    size = was.element_size()
+    a, b = (t.contiguous().reshape(-1).view(torch.uint8).reshape(-1, size) for t in (was, now))
+    return int((a != b).any(-1).sum())
+
+
+_REFERENCE = "def run(x):\n    return x * 2\n"
+_INPUTS = "import torch\n\ndef make(seed):\n    return {'x': torch.randn(8, 16, generator=torch.Generator().manual_seed(seed))}\n"
+
+ACCEPTS = Example(_REFERENCE, _INPUTS, "def run(x):\n    return x.mul(2)\n")
+REJECTS = Example(_REFERENCE, _INPUTS, "def run(x):\n    return x.mul_(2).clone()\n", because="changed during the call")

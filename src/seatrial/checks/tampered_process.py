@@ -1,0 +1,140 @@
+"""A kernel that changes the process it runs in: patched functions, stray threads, work left on other streams.
+
+What it shows      after each call the process is as it was: timing and comparison functions are the originals, no new
+                   thread lives on, global numeric flags are as before, nothing runs on a stream nobody waits for
+Why it matters     these are the published ways to a false time or a false pass, and side effects on the caller
+How                the child notes identities, threads and flags before the candidate is imported and around each call;
+                   on a GPU outputs are copied on the judged stream and the rest of the device is then waited for
+What it misses     changes that are undone before the call returns, and native code that hides its threads
+Cost               three calls
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from seatrial.bench import Bench
+from seatrial.checks.base import (
+    Conclusion,
+    Evidence,
+    Example,
+    Job,
+    NotApplicable,
+    failed,
+    held,
+    not_verified,
+    unusable,
+    where,
+)
+from seatrial.model import CallRecord, Finding, Ran
+from seatrial.study import Case, Study
+
+NAME = "tampered-process"
+TITLE = "leaves its process as it was"
+
+CALLS = 3
+LAG_S = 5e-4  # waiting for an idle device takes some 20 µs; a kernel left behind takes at least its launch and more
+
+
+def plan(study: Study) -> Sequence[Job] | NotApplicable:
+    """A few calls of the smallest workload."""
+    return (Job("side effects", tuple(study.case(study.smallest, draw=60 + i) for i in range(CALLS))),)
+
+
+def observe(bench: Bench, job: Job) -> Evidence:
+    """Plain calls; the child's facts are what counts."""
+    return Evidence(job, tuple(bench.call(case) for case in job.cases))
+
+
+def judge(study: Study, evidence: Sequence[Evidence]) -> Conclusion:
+    """Each kind of trace is a finding of its own."""
+    calls = list(zip(evidence[0].job.cases, evidence[0].records, strict=True))
+    seen = [(c, r) for c, r in calls if r.ran is Ran.RETURNED]
+    if not seen:
+        return Conclusion([not_verified(NAME, unusable(calls[0][1]), where=where(calls[0][0]))])
+    findings = [f for f in (_patched(seen), _threads(seen), _flags(seen), _stream(seen)) if f is not None]
+    return Conclusion(findings or [held(NAME, f"no trace in {len(seen)} calls")])
+
+
+Seen = Sequence[tuple[Case, CallRecord]]
+
+
+def _patched(seen: Seen) -> Finding | None:
+    names = sorted({str(n) for _, r in seen for n in r.facts.get("patched", ())})
+    if not names:
+        return None
+    return failed(
+        NAME,
+        f"replaces functions of the process it runs in: {', '.join(names[:6])}",
+        cause="patched",
+        measured=float(len(names)),
+        allowed=0.0,
+        unit="functions",
+        where=where(seen[0][0]),
+        advice="A kernel has no business with these functions; times and comparisons of this candidate mean nothing.",
+    )
+
+
+def _threads(seen: Seen) -> Finding | None:
+    names = [str(n) for _, r in seen for n in r.facts.get("threads_started", ())]
+    if not names:
+        return None
+    return failed(
+        NAME,
+        f"leaves threads running after the call returned: {', '.join(sorted(set(names))[:4])}",
+        cause="threads",
+        measured=float(len(names)),
+        allowed=0.0,
+        unit="threads",
+        where=where(seen[0][0]),
+        advice="Finish the work inside the call.",
+    )
+
+
+def _flags(seen: Seen) -> Finding | None:
+    flags = sorted({str(n) for _, r in seen for n in r.facts.get("flags_changed", ())})
+    if not flags:
+        return None
+    return failed(
+        NAME,
+        f"changes global settings of the process: {', '.join(flags[:4])}",
+        cause="flags",
+        measured=float(len(flags)),
+        allowed=0.0,
+        unit="settings",
+        where=where(seen[0][0]),
+        advice="Ask for the precision in the operation itself, and leave the caller's settings alone.",
+    )
+
+
+def _stream(seen: Seen) -> Finding | None:
+    lags = sorted(float(r.facts["stream_lag_s"]) for _, r in seen if "stream_lag_s" in r.facts)
+    if len(lags) < 2 or lags[1] < LAG_S:  # one slow wait may be the machine's; the second slowest of the fast ones not
+        return None
+    return failed(
+        NAME,
+        f"leaves work running on another stream: the device was busy for {lags[1] * 1e3:.1f} ms after the judged "
+        "stream had finished",
+        cause="stream",
+        measured=lags[1],
+        allowed=LAG_S,
+        unit="s",
+        where=where(seen[0][0]),
+        advice="Join every side stream before the call returns.",
+    )
+
+
+_REFERENCE = "def run(x):\n    return x * 2\n"
+_INPUTS = "import torch\n\ndef make(seed):\n    return {'x': torch.randn(8, 16, generator=torch.Generator().manual_seed(seed))}\n"
+_CANDIDATE = """import threading
+import time
+
+def run(x):
+    t = threading.Thread(target=time.sleep, args=({},), daemon=True)
+    t.start()
+    t.join(0.05)
+    return x * 2
+"""
+
+ACCEPTS = Example(_REFERENCE, _INPUTS, _CANDIDATE.format("0.0"))
+REJECTS = Example(_REFERENCE, _INPUTS, _CANDIDATE.format("20.0"), because="threads running")

@@ -1,0 +1,92 @@
+"""Findings to one verdict. No clock, no device, no candidate code."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from seatrial.model import Finding, Outcome, Verdict
+
+# What a person wants to read first: the cause, then its effects.
+PRIORITY = (
+    "does-not-load",
+    "crashing-call",
+    "broken-contract",
+    "tampered-process",
+    "narrow-accumulator",
+    "replayed-result",
+    "stale-output",
+    "mutated-input",
+    "wrong-values",
+    "fitted-sizes",
+    "fitted-inputs",
+    "training-divergence",
+)
+URGENCY = {
+    Outcome.FAILED: 0,
+    Outcome.NOT_VERIFIED: 1,
+    Outcome.LIMITED: 2,
+    Outcome.NOTED: 3,
+    Outcome.HELD: 4,
+    Outcome.NOT_APPLICABLE: 5,
+}
+
+
+def conclude(findings: Sequence[Finding]) -> Verdict:
+    """One proven fault rejects; else anything unverified is inconclusive; else limits, else accepted.
+
+    No finding at all means that nothing was verified: inconclusive.
+    """
+    outcomes = {f.outcome for f in findings}
+    if Outcome.FAILED in outcomes:
+        return Verdict.REJECTED
+    if Outcome.NOT_VERIFIED in outcomes or not outcomes & {Outcome.HELD, Outcome.LIMITED}:
+        return Verdict.INCONCLUSIVE
+    if Outcome.LIMITED in outcomes:
+        return Verdict.ACCEPTED_WITH_LIMITS
+    return Verdict.ACCEPTED
+
+
+def in_reading_order(findings: Sequence[Finding]) -> list[Finding]:
+    """Faults first, causes before effects; stable otherwise."""
+
+    def rank(f: Finding) -> tuple[int, int]:
+        place = PRIORITY.index(f.check) if f.check in PRIORITY else len(PRIORITY)
+        return URGENCY[f.outcome], place
+
+    return sorted(findings, key=rank)
+
+
+def headline(candidate: str, verdict: Verdict, findings: Sequence[Finding]) -> str:
+    """The verdict in one sentence; `findings` in reading order."""
+    first = findings[0].reason if findings else "nothing could be checked"
+    if verdict is Verdict.REJECTED:
+        return f"{candidate} is rejected: {first}."
+    if verdict is Verdict.INCONCLUSIVE:
+        return f"{candidate} could not be verified: {first}."
+    if verdict is Verdict.ACCEPTED_WITH_LIMITS:
+        return f"{candidate} is accepted with limits: {first}."
+    held = sum(f.outcome is Outcome.HELD for f in findings)
+    return f"{candidate} is accepted: every planned check ran and held ({held} findings)."
+
+
+# Here the judge itself weighs the native reference against the candidate (reference deficient), and an unbounded
+# carry is a fault whatever the reference does: a control that fails one of these excuses nobody.
+WEIGHED_AGAINST_NATIVE = ("wrong-values", "fitted-inputs", "fitted-sizes", "narrow-accumulator", "training-divergence")
+
+
+def demote_where_control_fails(findings: Sequence[Finding], control: dict[str, str]) -> list[Finding]:
+    """A check that the reference itself fails cannot speak about a candidate.
+
+    `control` maps such checks to the reason; their failures become not verified.
+    """
+    return [
+        f.model_copy(
+            update={
+                "outcome": Outcome.NOT_VERIFIED,
+                "reason": f"the control fails this check too, so it cannot judge here ({control[f.check]}): {f.reason}",
+            }
+        )
+        if f.outcome is Outcome.FAILED and f.check in control and f.check not in WEIGHED_AGAINST_NATIVE
+        else f
+        for f in findings
+    ]

@@ -1,0 +1,344 @@
+"""A problem under study: everything about it that no candidate can change, computed once.
+
+Cases are named, and every seed is derived from the master seed and the case's name, never from the order
+of work: `--only CHECK --seed N` replays exactly the inputs of the full audit. Inputs, honest envelopes
+and native results are kept in a bounded cache, so that a second candidate costs only its own calls.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from seatrial.errors import InfrastructureError
+from seatrial.inputs.recipes import Recipe, recipes
+from seatrial.inputs.sizes import other_sizes
+from seatrial.model import Candidate, OutputSlot, Problem, SourceFile, Value, Workload
+from seatrial.policy import Policy
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from seatrial.devices.base import Device
+    from seatrial.numerics.envelope import Envelope, OutputReport
+    from seatrial.numerics.oracle import Oracle
+    from seatrial.numerics.trace import Trace
+
+T = TypeVar("T")
+
+CACHE_BYTES = 3 << 30
+CPU_ELEMENTS = 1 << 26
+CUDA_ELEMENTS = 1 << 29
+
+
+@dataclass(frozen=True)
+class Case:
+    """One set of inputs: a workload (declared or resized), an input recipe on top, and a seed."""
+
+    workload: Workload
+    recipe: str
+    seed: int
+
+    @property
+    def key(self) -> tuple[str, tuple[tuple[str, int], ...], str, int]:
+        """Identity for caches; the uuid alone does not name a resized workload."""
+        return self.workload.uuid, tuple(sorted(self.workload.axes.items())), self.recipe, self.seed
+
+
+class Study:
+    """The reference side of an audit. Nothing here ever runs candidate code."""
+
+    def __init__(self, problem: Problem, policy: Policy, device: Device, seed: int) -> None:
+        self.problem = problem
+        self.policy = policy
+        self.device = device
+        self.seed = seed
+        self._cache: OrderedDict[Any, tuple[Any, int]] = OrderedDict()
+
+    # -- seeds and cases ----------------------------------------------------------------------------
+
+    def seed_for(self, *words: object) -> int:
+        """A seed that depends on the master seed and on these words alone."""
+        text = "\x1f".join(str(w) for w in (self.seed, *words))
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") & 0x7FFFFFFF
+
+    def case(self, workload: Workload, recipe: str = "declared", draw: int = 0) -> Case:
+        """The draw-th fresh case of this workload and recipe."""
+        return Case(workload, recipe, self.seed_for(workload.uuid, sorted(workload.axes.items()), recipe, draw))
+
+    @cached_property
+    def audited(self) -> tuple[Workload, ...]:
+        """Declared workloads under audit: smallest and largest first, then a spread between them."""
+        ordered = sorted(self.problem.workloads, key=self._elements)
+        wanted = min(self.policy.workloads, len(ordered))
+        if wanted <= 1:
+            return tuple(ordered[:wanted])
+        places = sorted({round(i * (len(ordered) - 1) / (wanted - 1)) for i in range(wanted)})
+        return tuple(ordered[i] for i in places)
+
+    @cached_property
+    def smallest(self) -> Workload:
+        """The declared workload with the fewest elements."""
+        return self.audited[0]
+
+    @cached_property
+    def middle(self) -> Workload:
+        """The audited workload that most checks beyond plain values use: not the largest."""
+        return self.audited[(len(self.audited) - 1) // 2]
+
+    @cached_property
+    def recipes(self) -> dict[str, Recipe]:
+        """Input recipes of this problem by name, most likely to expose a fault first."""
+        return {r.name: r for r in recipes(self.problem, self.trace.index_ranges)}
+
+    def outside_sizes(self) -> tuple[Workload, ...]:
+        """Workloads at sizes that the problem does not list."""
+        ceiling = CUDA_ELEMENTS if self.device.name.startswith("cuda") else CPU_ELEMENTS
+        largest = max(self._elements(w) for w in self.audited)
+        return other_sizes(
+            self.problem,
+            count=self.policy.sizes,
+            seed=self.seed_for("sizes"),
+            ceiling_elements=min(ceiling, 2 * largest + 1024),
+        )
+
+    def _elements(self, workload: Workload) -> int:
+        sizes = self.problem.sizes(workload.axes)
+        total = 0
+        for spec in (*self.problem.inputs, *self.problem.outputs):
+            count = 1
+            for axis in spec.shape or ():
+                count *= sizes[axis] if axis in sizes else int(axis)
+            total += count
+        return total
+
+    # -- inputs and native results ------------------------------------------------------------------
+
+    def inputs(self, case: Case) -> list[Value]:
+        """The inputs of a case in declared order; tensors on the CPU. Treat them as read-only."""
+        return self._cached(("inputs", case.key), lambda: self._draw(case))
+
+    def _draw(self, case: Case) -> list[Value]:
+        drawn = reference_boundary(
+            lambda: self.problem.draw(case.workload, case.seed, self.device.name), "drawing the declared inputs"
+        )
+        named = {k: v.cpu() if hasattr(v, "cpu") else v for k, v in drawn.items()}
+        if case.recipe != "declared":
+            named = self.recipes[case.recipe].apply(named, self.seed_for("recipe", case.recipe, case.seed))
+        return [named[spec.name] for spec in self.problem.inputs]
+
+    def slots_for(self, inputs: Sequence[Value]) -> tuple[OutputSlot, ...]:
+        """The declared outputs at the sizes that these inputs imply (a trial chooses its own sizes).
+
+        Raises ProblemError when the inputs' shapes do not fit the declaration.
+        """
+        axes: dict[str, int] = {}
+        for spec, value in zip(self.problem.inputs, inputs, strict=True):
+            for axis, length in zip(spec.shape or (), getattr(value, "shape", ()), strict=True):
+                if axis in self.problem.var_axes:
+                    axes[axis] = int(length)
+        return self.slots(Workload("implied", axes, {}))
+
+    def slots(self, workload: Workload) -> tuple[OutputSlot, ...]:
+        """The declared outputs at the sizes of this workload."""
+        sizes = self.problem.sizes(workload.axes)
+        return tuple(
+            OutputSlot(
+                spec.name,
+                None if spec.shape is None else tuple(sizes[a] if a in sizes else int(a) for a in spec.shape),
+                spec.dtype,
+            )
+            for spec in self.problem.outputs
+        )
+
+    def native(self, case: Case) -> tuple[Tensor, ...]:
+        """What the reference gives in its own precision on the judged device; tensors on the CPU."""
+        return self._cached(("native", case.key), lambda: self.run_native(self.inputs(case), case.workload))
+
+    def run_native(self, inputs: Sequence[Value], workload: Workload) -> tuple[Tensor, ...]:
+        """Run the unmodified reference on copies of these inputs. Raises ReferenceUnusable."""
+        from seatrial.numerics.oracle import run_native
+
+        placed = [self.place(v) for v in inputs]
+        slots = self.slots(workload)
+        outputs = reference_boundary(lambda: run_native(self.problem.reference, placed, slots), "running the reference")
+        return tuple(t.cpu() for t in outputs)
+
+    def place(self, value: Value) -> Value:
+        """A fresh copy of a tensor on the judged device; scalars as they are."""
+        return self.device.place(value) if hasattr(value, "shape") else value
+
+    # -- oracle, envelope, structure ----------------------------------------------------------------
+
+    @cached_property
+    def oracle(self) -> Oracle:
+        """The unmodified reference in fp64."""
+        from seatrial.numerics.oracle import Oracle
+
+        return Oracle(self.problem.reference, [s.name for s in self.problem.outputs])
+
+    @cached_property
+    def trace(self) -> Trace:
+        """Structure of the reference: index inputs, repeat-count levers, reductions."""
+        from seatrial.numerics.trace import trace
+
+        case = self.case(self.smallest)
+        inputs = [self.place(v) for v in self.inputs(case)]
+        names = [s.name for s in self.problem.inputs]
+        return reference_boundary(lambda: trace(self.problem.reference, inputs, names), "tracing the reference")
+
+    def envelope(self, case: Case, contract: str = "TC") -> Envelope:
+        """What an honest kernel achieves on this case under a rounding contract."""
+        return self._cached(("envelope", contract, case.key), lambda: self._build_envelope(case, contract))
+
+    def _build_envelope(self, case: Case, contract: str) -> Envelope:
+        from seatrial.numerics.envelope import CONTRACTS, Envelope
+
+        return Envelope.build(
+            self.oracle,
+            [self.place(v) for v in self.inputs(case)],
+            contract=CONTRACTS[contract],
+            samples=self.policy.samples,
+            seed=self.seed_for("envelope", *case.key),
+            dtypes=[self._dtype(s.dtype) for s in self.problem.outputs],
+            native=self._native_or_none(case),
+        )
+
+    def _native_or_none(self, case: Case) -> tuple[Tensor, ...] | None:
+        try:
+            return tuple(self.device.place(t) for t in self.native(case))
+        except InfrastructureError:
+            return None  # the oracle stands on its own; the range gate is then not available
+
+    @staticmethod
+    def _dtype(name: str) -> Any:
+        from seatrial.numerics.dtypes import torch_dtype
+
+        return torch_dtype(name)
+
+    def judge(self, case: Case, outputs: Sequence[Tensor], contract: str = "TC") -> tuple[OutputReport, ...]:
+        """Compare outputs (CPU tensors) with the oracle against the honest floor of this case."""
+        placed = [self.device.place(t) for t in outputs]
+        return self.envelope(case, contract).judge(placed, groups=self.contribution_groups(case))
+
+    def native_reports(self, case: Case, contract: str = "TC") -> tuple[OutputReport, ...] | None:
+        """The native reference judged like a candidate; None where it does not run on this machine."""
+        return self._cached(("native reports", contract, case.key), lambda: self._judge_native(case, contract))
+
+    def _judge_native(self, case: Case, contract: str) -> tuple[OutputReport, ...] | None:
+        native = self._native_or_none(case)
+        if native is None:
+            return None
+        return self.envelope(case, contract).judge(native, groups=self.contribution_groups(case))
+
+    def exact(self, case: Case) -> tuple[Tensor, ...]:
+        """The oracle's values of a case; tensors on the CPU. Raises OracleUnavailable."""
+        return self._cached(
+            ("exact", case.key),
+            lambda: tuple(t.cpu() for t in self.oracle.run([self.place(v) for v in self.inputs(case)]).values),
+        )
+
+    def reference_accepts(self, case: Case) -> bool:
+        """True when the reference computes this case at all; its refusal bounds the declared domain."""
+        try:
+            self.exact(case)
+        except InfrastructureError:
+            return False
+        return True
+
+    def contribution_groups(self, case: Case) -> Mapping[int, Tensor]:
+        """Output position -> how many inputs were summed into each row, where an index input says so."""
+        import torch
+
+        groups: dict[int, Tensor] = {}
+        slots = self.slots(case.workload)
+        for position, spec in enumerate(self.problem.inputs):
+            bound = self.trace.index_ranges.get(spec.name)
+            if bound is None or spec.name not in self.trace.levers:
+                continue
+            ids = self.inputs(case)[position]
+            if not isinstance(ids, torch.Tensor) or ids.numel() == 0 or int(ids.min()) < 0:
+                continue
+            counts = torch.bincount(ids.reshape(-1).long(), minlength=bound)
+            for out, slot in enumerate(slots):
+                if slot.shape and slot.shape[0] == counts.numel() == bound:
+                    groups[out] = self.device.place(counts)
+        return groups
+
+    # -- the control --------------------------------------------------------------------------------
+
+    def reference_as_candidate(self) -> Candidate:
+        """The reference in a candidate's clothes: the control that must be accepted."""
+        if self.problem.reference_source:
+            return Candidate(
+                name="reference",
+                languages=("pytorch",),
+                entry_point="reference.py::run",
+                destination_passing=False,
+                sources=(SourceFile("reference.py", self.problem.reference_source),),
+            )
+        from seatrial.formats.plain import candidate_from_callable
+
+        return replace(candidate_from_callable(self.problem.reference), name="reference")
+
+    # -- cache --------------------------------------------------------------------------------------
+
+    def _cached(self, key: Any, make: Callable[[], T]) -> T:
+        if key in self._cache:
+            self._cache.move_to_end(key)
+            return self._cache[key][0]  # type: ignore[no-any-return]
+        value = make()
+        self._cache[key] = (value, _bytes_of(value))
+        while len(self._cache) > 1 and sum(size for _, size in self._cache.values()) > CACHE_BYTES:
+            self._cache.popitem(last=False)
+        return value
+
+
+def _bytes_of(value: Any) -> int:
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return value.numel() * value.element_size()
+    if isinstance(value, (list, tuple)):
+        return sum(_bytes_of(v) for v in value)
+    if hasattr(value, "nbytes"):
+        return int(value.nbytes)
+    return 64
+
+
+class Clock:
+    """The time budget of one candidate's audit, in seconds."""
+
+    def __init__(self, budget_s: float) -> None:
+        self.started = time.monotonic()
+        self.budget_s = budget_s
+
+    @property
+    def spent(self) -> float:
+        """Seconds since the audit began."""
+        return time.monotonic() - self.started
+
+    @property
+    def over(self) -> bool:
+        """True when the budget is used up; what is left is then not verified."""
+        return self.spent > self.budget_s
+
+
+class ReferenceUnusable(InfrastructureError):
+    """The problem's own code could not be run on this machine; nothing can be judged against it."""
+
+
+def reference_boundary(call: Callable[[], T], doing: str) -> T:
+    """Run problem code. Whatever it raises, it is a fact about the problem: ReferenceUnusable, never a verdict."""
+    try:
+        return call()
+    except InfrastructureError:
+        raise
+    except Exception as error:  # noqa: BLE001 - foreign code: anything may come, and all of it means the same
+        words = str(error).strip().splitlines()
+        raise ReferenceUnusable(f"{doing} failed: {type(error).__name__}: {words[0] if words else 'no message'}") from error

@@ -1,0 +1,301 @@
+"""The whole flow on one screen: load → plan → run → judge → report. The only file that knows all stages."""
+
+from __future__ import annotations
+
+import platform
+import secrets
+import shlex
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import seatrial
+from seatrial import benchmark_rule
+from seatrial.bench import Bench
+from seatrial.checks import CHECKS
+from seatrial.checks.base import Check, Conclusion, NotApplicable, not_verified
+from seatrial.errors import InfrastructureError, UsageError
+from seatrial.judge import conclude, demote_where_control_fails, headline, in_reading_order
+from seatrial.model import BenchmarkRule, Candidate, CheckRow, Finding, Outcome, Problem, Ran, Report, Verdict
+from seatrial.policy import Policy
+from seatrial.study import Clock, Study
+
+if TYPE_CHECKING:
+    from seatrial.devices.base import Device
+    from seatrial.workers.process import ForkServer
+
+Progress = Callable[[str, str, float], None]  # (candidate, what is being done, share done of this candidate)
+
+
+def silent(candidate: str, words: str, share: float) -> None:
+    """A progress sink that shows nothing."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How one audit is to be run; the knobs of thoroughness are in the policy."""
+
+    policy: Policy
+    device: Device
+    seed: int = field(default_factory=lambda: secrets.randbelow(2**31))
+    only: tuple[str, ...] = ()
+    skip: tuple[str, ...] = ()
+    fail_fast: bool = False
+    progress: Progress = silent
+
+
+@dataclass
+class Audit:
+    """What has been gathered about one candidate so far."""
+
+    conclusions: list[tuple[str, Conclusion]] = field(default_factory=list)
+    rows: list[CheckRow] = field(default_factory=list)
+    rule: BenchmarkRule | None = None
+
+    @property
+    def findings(self) -> list[Finding]:
+        """All findings in the order of the checks."""
+        return [f for _, c in self.conclusions for f in c.findings]
+
+    @property
+    def rejected(self) -> bool:
+        """True once a fault is proven."""
+        return any(f.outcome is Outcome.FAILED for f in self.findings)
+
+
+def verify(problem: Problem, candidates: Sequence[Candidate], options: Options) -> list[Report]:
+    """Judge every candidate against the problem; one report each, in order.
+
+    Raises UsageError for an unknown check name. A candidate can do nothing that raises here.
+    """
+    from seatrial.workers.process import ForkServer
+
+    checks = selected(options.only, options.skip)
+    study = Study(problem, options.policy, options.device, options.seed)
+    with ForkServer() as server:
+        control = _run_control(study, server, checks)
+        return [_verify_one(study, server, c, checks, control, options) for c in candidates]
+
+
+def selected(only: Iterable[str], skip: Iterable[str]) -> list[Check]:
+    """The checks to run, in table order. Raises UsageError naming an unknown check and the known ones."""
+    for name in (*only, *skip):
+        if name not in CHECKS:
+            raise UsageError(f"there is no check named {name!r}; known are {', '.join(CHECKS)} (see `seatrial checks`)")
+    wanted = set(only) or set(CHECKS)
+    chosen = [check for name, check in CHECKS.items() if name in wanted - set(skip)]
+    if not chosen:
+        raise UsageError("--only and --skip leave no check to run; drop one of them")
+    return chosen
+
+
+# -- one candidate ----------------------------------------------------------------------------------
+
+
+def _verify_one(
+    study: Study,
+    server: ForkServer,
+    candidate: Candidate,
+    checks: Sequence[Check],
+    control: dict[str, str],
+    options: Options,
+) -> Report:
+    clock = Clock(options.policy.budget_s)
+    audit = Audit()
+    obstacle = _obstacle(candidate, study)
+    if obstacle:
+        audit.conclusions.append(("does-not-load", Conclusion([not_verified("does-not-load", obstacle)])))
+    else:
+        bench = Bench(study, candidate, server, clock)
+        try:
+            _run_checks(study, bench, checks, audit, options)
+            audit.rule = _benchmark_rule(study, bench) if not options.only else None
+        finally:
+            bench.close()
+    return _report(study, server, candidate, audit, control, clock, options)
+
+
+def _obstacle(candidate: Candidate, study: Study) -> str:
+    if candidate.not_built:
+        return candidate.not_built
+    if candidate.needs_cuda and not study.device.name.startswith("cuda"):
+        languages = ", ".join(candidate.languages)
+        return f"a {languages} kernel needs a CUDA device, and this audit ran on {study.device.name}"
+    return ""
+
+
+def _run_checks(study: Study, bench: Bench, checks: Sequence[Check], audit: Audit, options: Options) -> None:
+    for i, check in enumerate(checks):
+        bench.progress = _progress_of(check, i, len(checks), bench.candidate.name, options)
+        bench.progress("", 0.0)
+        bench.proven_fault = audit.rejected
+        before, started = bench.calls, time.monotonic()
+        conclusion = _run_check(study, bench, check)
+        audit.conclusions.append((check.NAME, conclusion))
+        audit.rows.append(_row(check, conclusion, bench.calls - before, time.monotonic() - started))
+        if options.fail_fast and audit.rejected:
+            return
+        if check.NAME == "does-not-load" and audit.rejected:
+            return  # nothing else can be observed, and nothing is claimed of it
+
+
+def _run_check(study: Study, bench: Bench, check: Check) -> Conclusion:
+    try:
+        jobs = check.plan(study)
+        if isinstance(jobs, NotApplicable):
+            return Conclusion([Finding(check=check.NAME, outcome=Outcome.NOT_APPLICABLE, reason=jobs.reason)])
+        evidence = []
+        for n, job in enumerate(jobs):
+            bench.progress(job.words, n / max(1, len(jobs)))
+            evidence.append(check.observe(bench, job))
+        return check.judge(study, evidence)
+    except InfrastructureError as error:
+        return Conclusion([not_verified(check.NAME, str(error))])
+
+
+def _progress_of(check: Check, i: int, n: int, name: str, options: Options) -> Callable[[str, float], None]:
+    return lambda words, share: options.progress(name, f"{check.NAME}  {words}".strip(), (i + share) / n)
+
+
+def _row(check: Check, conclusion: Conclusion, calls: int, seconds: float) -> CheckRow:
+    first = in_reading_order(conclusion.findings)[0]
+    return CheckRow(
+        check=check.NAME,
+        title=check.TITLE,
+        outcome=first.outcome,
+        calls=calls,
+        seconds=round(seconds, 3),
+        summary=first.reason,
+    )
+
+
+# -- the control and the benchmark's own rule ---------------------------------------------------------
+
+
+def _run_control(study: Study, server: ForkServer, checks: Sequence[Check]) -> dict[str, str]:
+    """Checks that the reference itself fails, with the reason: they cannot speak about a candidate."""
+    clock = Clock(study.policy.budget_s)
+    bench = Bench(study, study.reference_as_candidate(), server, clock)
+    failures: dict[str, str] = {}
+    try:
+        if bench.load().ran is not Ran.RETURNED:
+            return {}  # the reference runs in the parent only (a device literal, say); the oracle still stands
+        for check in checks:
+            if check.NAME == "training-divergence":
+                continue  # the trial has honest controls of its own
+            for finding in _run_check(study, bench, check).findings:
+                if finding.outcome is Outcome.FAILED:
+                    failures.setdefault(check.NAME, finding.reason)
+    finally:
+        bench.close()
+    return failures
+
+
+def _benchmark_rule(study: Study, bench: Bench) -> BenchmarkRule | None:
+    if not study.problem.has_benchmark_rule:
+        return None
+    rows = []
+    for workload in study.problem.workloads if len(study.problem.workloads) <= 16 else study.audited:
+        case = study.case(workload, draw=90)
+        record = bench.call(case, poison=None)
+        try:
+            rows.append(benchmark_rule.judge_record(study.problem, workload, record, study.native(case)))
+        except InfrastructureError:
+            continue  # the native reference does not run here: the benchmark itself could say nothing
+    return benchmark_rule.summarise(rows) if rows else None
+
+
+# -- the report -------------------------------------------------------------------------------------
+
+
+def _report(
+    study: Study,
+    server: ForkServer,
+    candidate: Candidate,
+    audit: Audit,
+    control: dict[str, str],
+    clock: Clock,
+    options: Options,
+) -> Report:
+    findings = in_reading_order(demote_where_control_fails(audit.findings, control))
+    findings = [f.model_copy(update={"reproducer": reproducer(study, candidate, f, options)}) for f in findings]
+    verdict = conclude(findings)
+    return Report(
+        seatrial=seatrial.__version__,
+        problem=study.problem.name,
+        problem_path=study.problem.path,
+        candidate=candidate.name,
+        candidate_path=candidate.path,
+        verdict=verdict,
+        headline=headline(candidate.name, verdict, findings),
+        grade=next((c.grade for _, c in audit.conclusions if c.grade), ""),
+        findings=findings,
+        checks=audit.rows,
+        limits=_limits(study, findings, options),
+        oddities=list(study.problem.oddities),
+        benchmark_rule=audit.rule,
+        growth=[g for _, c in audit.conclusions for g in c.growth],
+        trial=next((c.trial for _, c in audit.conclusions if c.trial), None),
+        environment=environment(study.device, server),
+        seeds={"master": study.seed},
+        policy=study.policy.name,
+        device=study.device.name,
+        seconds=round(clock.spent, 3),
+        replay=_command(study, candidate, options),
+    )
+
+
+def _limits(study: Study, findings: Sequence[Finding], options: Options) -> list[str]:
+    limits = [f.reason for f in findings if f.outcome is Outcome.LIMITED]
+    left = len(study.problem.workloads) - len(study.audited)
+    if left > 0:
+        limits.append(f"{left} of {len(study.problem.workloads)} declared workloads are not audited under policy {study.policy.name}")
+    if options.only or options.skip:
+        limits.append("only some checks were run (--only / --skip), so the verdict speaks for those alone")
+    if not study.device.name.startswith("cuda"):
+        limits.append("audited on the CPU: nothing is said about streams, races or the precision of a GPU's units")
+    return limits
+
+
+def environment(device: Device, server: ForkServer) -> dict[str, str]:
+    """Where this ran: versions, device facts, and what confined the candidate."""
+    import torch
+
+    return {
+        "seatrial": seatrial.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        **{f"device {k}": v for k, v in device.facts().items()},
+        **{f"isolation {k}": v for k, v in server.isolation().items()},
+    }
+
+
+def reproducer(study: Study, candidate: Candidate, finding: Finding, options: Options) -> str:
+    """The command (or Python line) that shows this finding again, with the same inputs."""
+    if finding.outcome in (Outcome.HELD, Outcome.NOT_APPLICABLE):
+        return ""
+    return _command(study, candidate, options, only=finding.check)
+
+
+def _command(study: Study, candidate: Candidate, options: Options, only: str = "") -> str:
+    if not study.problem.path or not candidate.path:
+        chosen = f", only=[{only!r}]" if only else ""
+        return (
+            f"seatrial.check({candidate.name}, reference=…, inputs=…, seed={study.seed}, "
+            f"policy={study.policy.name!r}, device={study.device.name!r}{chosen})"
+        )
+    words = ["seatrial", "check", study.problem.path, candidate.path]
+    if candidate.path.endswith(".py"):
+        words += ["--entry-point", candidate.entry_point]
+    if only:
+        words += ["--only", only]
+    words += ["--seed", str(study.seed), "--policy", study.policy.name, "--device", study.device.name]
+    return shlex.join(words)
+
+
+def worst_of(reports: Sequence[Report]) -> Verdict:
+    """The verdict of a batch: rejected, then inconclusive, then limits, then accepted."""
+    order = (Verdict.REJECTED, Verdict.INCONCLUSIVE, Verdict.ACCEPTED_WITH_LIMITS, Verdict.ACCEPTED)
+    return min((r.verdict for r in reports), key=order.index, default=Verdict.INCONCLUSIVE)
