@@ -1,0 +1,301 @@
+"""The command line: arguments → verify → exit code. The only place that prints and the only one that exits."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import seatrial
+from seatrial.errors import InfrastructureError, UsageError
+from seatrial.model import Report
+
+app = typer.Typer(
+    name="seatrial",
+    help="Sea trials for GPU kernels: may this kernel go into real training and inference?",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+EXIT_USAGE = 2
+EXIT_INCONCLUSIVE = 3
+EXIT_BUG = 4
+EXIT_INTERRUPTED = 130
+
+OutPath = Annotated[Path | None, typer.Option(metavar="PATH", show_default=False)]
+Device = Annotated[str, typer.Option("--device", metavar="auto|cpu|cuda[:N]", help="Where the candidate runs.")]
+PolicyName = Annotated[str, typer.Option("--policy", metavar="quick|standard|deep", help="How thorough.")]
+Seed = Annotated[
+    int | None, typer.Option("--seed", min=0, help="Replay the inputs of an earlier run; fresh otherwise.")
+]
+EntryPoint = Annotated[
+    str | None, typer.Option("--entry-point", metavar="FUNCTION", help="For a bare .py file: the function to call.")
+]
+Only = Annotated[list[str] | None, typer.Option("--only", metavar="CHECK", help="Run this check alone (repeatable).")]
+Skip = Annotated[list[str] | None, typer.Option("--skip", metavar="CHECK", help="Leave this check out (repeatable).")]
+
+
+def main() -> None:
+    """Run the command line; maps what went wrong to the documented exit codes."""
+    try:
+        code = app(standalone_mode=False)
+    except UsageError as error:
+        _say(f"seatrial: {error}")
+        sys.exit(EXIT_USAGE)
+    except InfrastructureError as error:
+        _say(f"seatrial: could not verify: {error}")
+        sys.exit(EXIT_INCONCLUSIVE)
+    except (KeyboardInterrupt, typer.Abort):
+        _say("seatrial: interrupted; nothing is claimed about the candidate")
+        sys.exit(EXIT_INTERRUPTED)
+    except BrokenPipeError:
+        sys.exit(EXIT_USAGE)
+    except Exception as error:  # noqa: BLE001 - the outer boundary: what arrives here is our bug, and is said so
+        sys.exit(_usage_or_bug(error))
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _usage_or_bug(error: Exception) -> int:
+    # Typer vendors or wraps click depending on its version; every one of its usage errors has these two.
+    if hasattr(error, "format_message") and hasattr(error, "exit_code"):
+        _say(f"seatrial: {error.format_message()} (see `seatrial --help`)")
+        return EXIT_USAGE
+    _say("seatrial: a fault of seatrial itself, not of the candidate; please report it with these lines:")
+    _say("".join(traceback.format_exception(error)))
+    return EXIT_BUG
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(text.rstrip("\n") + "\n")
+
+
+# -- check ------------------------------------------------------------------------------------------
+
+
+@app.command()
+def check(
+    problem: Annotated[Path, typer.Argument(help="Folder with definition.json and workload.jsonl.")],
+    candidates: Annotated[list[Path], typer.Argument(help="solution.json, or a bare .py file; one or more.")],
+    entry_point: EntryPoint = None,
+    device: Device = "auto",
+    policy: PolicyName = "standard",
+    seed: Seed = None,
+    only: Only = None,
+    skip: Skip = None,
+    fail_fast: Annotated[bool, typer.Option("--fail-fast", help="Stop at the first proven fault.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Accepted with limits exits 1.")] = False,
+    json: OutPath = None,
+    html: OutPath = None,
+    markdown: OutPath = None,
+    junit: OutPath = None,
+    sarif: OutPath = None,
+    traces: OutPath = None,
+) -> int:
+    """Judge one or more candidates: exit 0 accepted, 1 rejected, 3 inconclusive, 2 usage."""
+    outputs = {"json": json, "html": html, "markdown": markdown, "junit": junit, "sarif": sarif, "traces": traces}
+    reports = _verify(
+        problem, candidates, entry_point, device, policy, seed, tuple(only or ()), tuple(skip or ()), fail_fast=fail_fast
+    )
+    _show(reports)
+    _write(reports, outputs)
+    return _exit_code(reports, strict=strict)
+
+
+@app.command()
+def train(
+    problem: Annotated[Path, typer.Argument(help="Folder with definition.json and workload.jsonl.")],
+    candidates: Annotated[list[Path], typer.Argument(help="solution.json, or a bare .py file; one or more.")],
+    entry_point: EntryPoint = None,
+    device: Device = "auto",
+    policy: PolicyName = "standard",
+    seed: Seed = None,
+    json: OutPath = None,
+    html: OutPath = None,
+) -> int:
+    """Run the training matrix alone: data × optimizer, against honest controls."""
+    from dataclasses import replace
+
+    from seatrial.api import policy_named
+
+    chosen = replace(policy_named(policy), trial=True)
+    reports = _verify(
+        problem, candidates, entry_point, device, chosen, seed, ("does-not-load", "training-divergence"), ()
+    )
+    _show(reports)
+    _write(reports, {"json": json, "html": html})
+    return _exit_code(reports, strict=False)
+
+
+@app.command()
+def demo(
+    html: Annotated[Path, typer.Option(metavar="PATH", help="Where the page goes.")] = Path("seatrial-demo.html"),
+    json: OutPath = None,
+    device: Device = "cpu",
+    seed: Seed = None,
+    examples: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="The examples folder, when not beside the source.")
+    ] = None,
+) -> int:
+    """The origin case: a kernel that its benchmark passes, and that breaks a training run."""
+    folder = _examples(examples) / "embedding_rmsnorm_backward"
+    pair = [folder / "candidates" / f"{name}{_suffix(device)}.json" for name in ("faulty", "honest")]
+    reports = _verify(folder, pair, None, device, "standard", seed, (), ())
+    _show(reports)
+    _write(reports, {"html": html, "json": json})
+    verdicts = [r.verdict.value for r in reports]
+    sys.stdout.write(f"\nThe page: {html}\n")
+    if verdicts != ["rejected", "accepted"]:
+        _say(f"seatrial: the demo expected rejected and accepted, and got {', '.join(verdicts)}")
+        return EXIT_INCONCLUSIVE
+    return 0
+
+
+def _suffix(device: str) -> str:
+    from seatrial.devices import pick
+
+    return "_triton" if pick(device).name.startswith("cuda") else ""
+
+
+def _examples(given: Path | None) -> Path:
+    places = [given] if given else [Path("examples"), Path(seatrial.__file__).resolve().parents[2] / "examples"]
+    for place in places:
+        if (place / "embedding_rmsnorm_backward" / "definition.json").is_file():
+            return place
+    raise UsageError(
+        f"the demo's example is not in {' or '.join(str(p) for p in places)}; give the repository's examples folder "
+        "with --examples"
+    )
+
+
+# -- about ------------------------------------------------------------------------------------------
+
+
+@app.command()
+def checks() -> None:
+    """List the checks."""
+    from seatrial.checks import CHECKS
+
+    for name, module in CHECKS.items():
+        sys.stdout.write(f"{name:22} {module.TITLE}\n")
+
+
+@app.command()
+def explain(name: Annotated[str, typer.Argument(metavar="CHECK", help="A name from `seatrial checks`.")]) -> None:
+    """Show the page of one check."""
+    import inspect
+
+    from seatrial.verify import selected
+
+    module = selected((name,), ())[0]
+    sys.stdout.write(f"{name}: {module.TITLE}\n\n{inspect.cleandoc(module.__doc__ or '')}\n")
+
+
+@app.command()
+def doctor() -> None:
+    """Say what this machine can and cannot verify, and why."""
+    from seatrial.doctor import examine
+
+    for line in examine():
+        sys.stdout.write(line + "\n")
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    sys.stdout.write(seatrial.__version__ + "\n")
+
+
+# -- shared -----------------------------------------------------------------------------------------
+
+
+def _verify(
+    problem: Path,
+    candidates: list[Path],
+    entry_point: str | None,
+    device: str,
+    policy: Any,
+    seed: int | None,
+    only: tuple[str, ...],
+    skip: tuple[str, ...],
+    *,
+    fail_fast: bool = False,
+) -> list[Report]:
+    from seatrial.api import policy_named
+    from seatrial.devices import pick
+    from seatrial.formats import load_candidates, load_problem
+    from seatrial.verify import Options, selected, verify
+
+    selected(only, skip)  # a misspelt name is said before anything slow begins
+    chosen = policy_named(policy)
+    place = pick(device)
+    loaded = load_problem(problem)
+    kernels = load_candidates(candidates, entry_point=entry_point, problem=loaded)
+    more = {} if seed is None else {"seed": seed}
+    with _progress_bar() as progress:
+        options = Options(
+            policy=chosen, device=place, only=only, skip=skip, fail_fast=fail_fast, progress=progress, **more
+        )
+        return verify(loaded, kernels, options)
+
+
+@contextmanager
+def _progress_bar() -> Iterator[Callable[[str, str, float], None]]:
+    """Bars on a terminal: candidate, check, workload, time left. Nothing at all elsewhere."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda candidate, words, share: None
+        return
+    with Progress(
+        TextColumn("{task.description:24}", markup=False),
+        BarColumn(bar_width=24),
+        TextColumn("{task.fields[words]:48.48}", markup=False),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+    ) as bars:
+        tasks: dict[str, Any] = {}
+
+        def show(candidate: str, words: str, share: float) -> None:
+            if candidate not in tasks:
+                tasks[candidate] = bars.add_task(candidate[:24], total=1.0, words=words)
+            bars.update(tasks[candidate], completed=share, words=words)
+
+        yield show
+
+
+def _show(reports: list[Report]) -> None:
+    from rich.console import Console
+
+    from seatrial.report.terminal import render
+
+    render(reports, Console(soft_wrap=not sys.stdout.isatty()))
+
+
+def _write(reports: list[Report], outputs: dict[str, Path | None]) -> None:
+    from seatrial.report import write
+
+    for kind, path in outputs.items():
+        if path is not None:
+            write(kind, reports, path)
+
+
+def _exit_code(reports: list[Report], *, strict: bool) -> int:
+    from seatrial.verify import worst_of
+
+    return worst_of(reports).exit_code(strict=strict)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""The public names, and the plain-callables door."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+import seatrial
+from seatrial import Outcome, UsageError, Verdict
+
+
+def reference(x: torch.Tensor, scale: float) -> torch.Tensor:
+    return (x.float() * scale).sum(-1).to(x.dtype)
+
+
+def honest(x: torch.Tensor, scale: float) -> torch.Tensor:
+    return (x.float().flip(-1) * scale).sum(-1).to(x.dtype)
+
+
+def faulty(x: torch.Tensor, scale: float) -> torch.Tensor:
+    total = torch.zeros(x.shape[:-1], dtype=x.dtype)
+    for column in (x.float() * scale).unbind(-1):
+        total = (total.float() + column).to(x.dtype)
+    return total
+
+
+def make(seed: int) -> dict[str, Any]:
+    g = torch.Generator().manual_seed(seed)
+    return {"x": torch.randn(32, 512, generator=g).bfloat16(), "scale": 0.5}
+
+
+def test_two_functions_and_an_input_maker_need_no_files() -> None:
+    good = seatrial.check(honest, reference=reference, inputs=make, policy="quick", device="cpu")
+    bad = seatrial.check(faulty, reference=reference, inputs=make, policy="quick", device="cpu")
+    assert good.verdict is Verdict.ACCEPTED, [f.reason for f in good.findings if f.outcome is not Outcome.HELD]
+    assert bad.verdict is Verdict.REJECTED
+    assert "bfloat16" in bad.headline
+
+
+def test_a_replay_with_the_same_seed_draws_the_same_inputs() -> None:
+    reports = [
+        seatrial.check(faulty, reference=reference, inputs=make, policy="quick", device="cpu", seed=11, only=["wrong-values"])
+        for _ in range(2)
+    ]
+    measured = [[(f.reason, f.measured) for f in r.findings] for r in reports]
+    assert measured[0] == measured[1]
+
+
+def test_exported_names() -> None:
+    assert all(hasattr(seatrial, name) for name in seatrial.__all__)
+    assert sorted(seatrial.__all__) == seatrial.__all__
+
+
+def test_importing_seatrial_does_not_import_torch() -> None:
+    code = "import sys, seatrial; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: seatrial.check(honest), "reference= and inputs="),
+        (lambda: seatrial.check("nowhere"), "needs a candidate"),
+        (lambda: seatrial.check("/nowhere/at/all", "x.json"), "/nowhere/at/all"),
+        (lambda: seatrial.check(honest, reference=reference, inputs=make, policy="hasty"), "hasty"),
+        (lambda: seatrial.check(honest, reference=reference, inputs=make, only=["nonsense"]), "nonsense"),
+    ],
+)
+def test_misuse_gets_one_sentence(call: Any, words: str) -> None:
+    with pytest.raises(UsageError) as error:
+        call()
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)

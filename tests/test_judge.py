@@ -1,0 +1,55 @@
+"""Findings to verdicts."""
+
+from __future__ import annotations
+
+import pytest
+
+from seatrial.judge import conclude, demote_where_control_fails, headline, in_reading_order
+from seatrial.model import Finding, Outcome, Verdict
+
+
+def finding(outcome: Outcome, check: str = "wrong-values") -> Finding:
+    return Finding(check=check, outcome=outcome, reason=f"{check} {outcome.value}")
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "verdict"),
+    [
+        ([Outcome.HELD], Verdict.ACCEPTED),
+        ([Outcome.HELD, Outcome.NOTED, Outcome.NOT_APPLICABLE], Verdict.ACCEPTED),
+        ([Outcome.HELD, Outcome.LIMITED], Verdict.ACCEPTED_WITH_LIMITS),
+        ([Outcome.HELD, Outcome.NOT_VERIFIED], Verdict.INCONCLUSIVE),
+        ([Outcome.LIMITED, Outcome.NOT_VERIFIED], Verdict.INCONCLUSIVE),
+        ([Outcome.NOT_VERIFIED, Outcome.FAILED], Verdict.REJECTED),
+        ([Outcome.HELD, Outcome.FAILED], Verdict.REJECTED),
+        ([], Verdict.INCONCLUSIVE),
+        ([Outcome.NOT_APPLICABLE], Verdict.INCONCLUSIVE),
+        ([Outcome.NOTED], Verdict.INCONCLUSIVE),
+    ],
+)
+def test_the_verdict_of(outcomes: list[Outcome], verdict: Verdict) -> None:
+    assert conclude([finding(o) for o in outcomes]) is verdict
+
+
+def test_exit_codes() -> None:
+    assert [v.exit_code() for v in Verdict] == [0, 0, 1, 3]
+    assert Verdict.ACCEPTED_WITH_LIMITS.exit_code(strict=True) == 1
+
+
+def test_causes_are_read_before_effects() -> None:
+    findings = [
+        finding(Outcome.HELD, "stale-output"),
+        finding(Outcome.FAILED, "training-divergence"),
+        finding(Outcome.FAILED, "narrow-accumulator"),
+    ]
+    ordered = in_reading_order(findings)
+    assert [f.check for f in ordered] == ["narrow-accumulator", "training-divergence", "stale-output"]
+    assert "narrow-accumulator" in headline("k", Verdict.REJECTED, ordered)
+
+
+def test_a_check_that_the_control_fails_cannot_reject() -> None:
+    findings = [finding(Outcome.FAILED, "mutated-input"), finding(Outcome.FAILED, "wrong-values")]
+    after = demote_where_control_fails(findings, {"mutated-input": "x changed", "wrong-values": "off"})
+    assert [f.outcome for f in after] == [Outcome.NOT_VERIFIED, Outcome.FAILED]
+    assert "x changed" in after[0].reason
+    assert conclude(after[:1]) is Verdict.INCONCLUSIVE
