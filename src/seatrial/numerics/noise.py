@@ -1,0 +1,395 @@
+"""How large a rounding error each aten op may legitimately make: one Monte-Carlo sample per `Noise`.
+
+Linear reductions get a data-aware accumulator error. For n terms with sum S and sum of squares Q, adding
+them in random order in an accumulator of unit roundoff u leaves an error of about
+u * sqrt(n/3 S^2 + n/6 Q): the mean square of the partial sums. It equals the sqrt(n) u sum|t| scale of
+Higham and Mary for terms of one sign and stays sqrt(n) below it for zero-mean terms. S is the result,
+Q the same op on squared operands.
+
+Matmuls whose operands may run on tensor cores add a drift towards zero (their alignment truncates) that
+grows with n u. Everything opaque is run again on inputs moved by one rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map
+
+from seatrial.numerics.dtypes import FP8, HALF, coarser, is_float, unit_roundoff
+from seatrial.numerics.promote import WIDE, OpCall, Tape, op_names
+
+_STORE_SPREAD = 0.75  # a uniform error of 0.75 u has the deviation 0.43 u that rounding to nearest has
+_OPERAND_VARIANCE = 0.56 / 3  # the same, as a variance
+_FUNCTION_ULPS = 4.0  # exp, tanh, … of an honest math library, in units of the roundoff
+_POOL = 1 << 20
+
+
+@dataclass(frozen=True)
+class Contract:
+    """Which roundings an honest kernel may make.
+
+    round_operands        matmul operands may be rounded to the I/O dtype (tensor-core practice); a
+                          float32 input of the problem may not
+    round_intermediates   every intermediate may be rounded to the I/O dtype once; sums stay float32
+    tf32                  matmul operands of a float32 problem may be rounded to TF32
+    """
+
+    name: str
+    round_operands: bool = False
+    round_intermediates: bool = False
+    tf32: bool = False
+
+
+F32 = Contract("F32")
+TC = Contract("TC", round_operands=True)
+IO = Contract("IO", round_operands=True, round_intermediates=True, tf32=True)
+CONTRACTS = {c.name: c for c in (F32, TC, IO)}
+
+
+def io_dtype(inputs: tuple[torch.dtype, ...]) -> torch.dtype | None:
+    """The narrow format a problem's inputs travel in; None when they are all float32 or wider."""
+    narrow: torch.dtype | None = None
+    for dtype in inputs:
+        if dtype in HALF:
+            narrow = dtype if narrow is None else coarser(narrow, dtype)
+    if narrow is None and any(dtype in FP8 for dtype in inputs):
+        return torch.bfloat16
+    return narrow
+
+
+@lru_cache(maxsize=4)
+def _pool(kind: str, device: str) -> Tensor:
+    """2^20 random numbers, made once: samples read it from random offsets, which is 20 times cheaper."""
+    generator = torch.Generator(device).manual_seed(20240229)
+    if kind == "normal":
+        return torch.randn(_POOL, generator=generator, dtype=WIDE, device=device)
+    return torch.rand(_POOL, generator=generator, dtype=WIDE, device=device).mul_(2).sub_(1)
+
+
+class Noise:
+    """One sample of honest rounding errors under a contract; a `promote.Perturbation`.
+
+    `io` is the problem's I/O dtype (see `io_dtype`), `wide` says that the problem itself is float64, and
+    `tape` holds the error scales between the samples of one envelope.
+    """
+
+    def __init__(self, contract: Contract, seed: int, *, io: torch.dtype | None, wide: bool, tape: Tape) -> None:
+        self._contract = contract
+        self._random = torch.Generator().manual_seed(seed)
+        self._io = io
+        self._wide = wide
+        self._tape = tape
+        self._drift = 0.1 + 0.9 * float(torch.rand((), generator=self._random))
+        self.on_tape: Callable[[], bool] = lambda: False
+
+    # -- promote.Perturbation
+
+    def disturb(self, call: OpCall, result: Tensor, which: int) -> Tensor:
+        if result.is_complex():
+            return self._disturb_complex(call, result)
+        if result.dtype != WIDE:
+            return result
+        if call.name in _SCALES and which == 0:
+            return self._disturb_reduction(call, result)
+        if call.name in _ONE_ROUNDING or (call.name == "pow" and call.args[1] == 2):
+            return self._times_one_plus(result, self._roundoff(call))
+        if "fft" in call.name:
+            return result + 4 * self._roundoff(call) * (result * result).mean(-1, keepdim=True).sqrt() * self._normal(
+                result
+            )
+        return self._disturb_opaque(call, result, which)
+
+    def store(self, value: Tensor, declared: torch.dtype, *, carry: bool = False) -> Tensor:
+        target = declared
+        if self._contract.round_intermediates and self._io is not None and not carry and is_float(declared):
+            target = coarser(declared, self._io)
+        if target not in HALF or value.dtype != WIDE:
+            return value
+        return self._times_one_plus(value, _STORE_SPREAD * unit_roundoff(target))
+
+    # -- kinds of error
+
+    def _roundoff(self, call: OpCall) -> float:
+        return 2.0**-53 if self._wide and call.declared == WIDE else 2.0**-24
+
+    def _times_one_plus(self, value: Tensor, size: float) -> Tensor:
+        return torch.addcmul(value, value, self._uniform(value), value=size)
+
+    def _disturb_reduction(self, call: OpCall, result: Tensor) -> Tensor:
+        deviation = self._tape.scales.get(call.position) if self.on_tape() else None
+        if deviation is None or deviation.shape != result.shape:
+            deviation = self._deviation(call, result)
+            if self.on_tape():
+                self._tape.scales[call.position] = deviation
+        disturbed = torch.addcmul(result, deviation, self._normal(result))
+        if call.name in _MATMULS and self._on_tensor_cores(call):
+            terms = _matmul_length(call)
+            disturbed = disturbed.add_(result, alpha=-self._drift * self._roundoff(call) * terms / 4)
+        return disturbed
+
+    def _deviation(self, call: OpCall, result: Tensor) -> Tensor:
+        terms, squares = _SCALES[call.name](call, result)
+        if squares is None:  # no accumulation: one rounding
+            return result.abs() * self._roundoff(call)
+        u = self._roundoff(call)
+        s2 = result * result
+        deviation = (s2 * (terms / 3 + 1) + squares * (terms / 6 + 1)).sqrt_().mul_(u)
+        if call.name in _MATMULS:
+            if self._on_tensor_cores(call):
+                deviation.add_(squares.sqrt(), alpha=u * _matmul_length(call) / 32)
+            rounded = self._rounded_operands(call)
+            if rounded:
+                deviation = (deviation.square_() + squares * (_OPERAND_VARIANCE * rounded)).sqrt_()
+        return deviation.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
+    def _operands(self, call: OpCall) -> tuple[Tensor, Tensor]:
+        first = 1 if call.name in {"addmm", "baddbmm"} else 0
+        return call.args[first], call.args[first + 1]
+
+    def _on_tensor_cores(self, call: OpCall) -> bool:
+        """Operands that are, or may be made, narrow."""
+        if call.declared == WIDE and self._wide:
+            return False
+        narrow = all(self._is_narrow(call.ledger.grid(t)) for t in self._operands(call))
+        return narrow or call.fast_matmul_dtype is not None or self._operand_target() is not None
+
+    @staticmethod
+    def _is_narrow(dtype: torch.dtype) -> bool:
+        return dtype in HALF or dtype in FP8
+
+    def _operand_target(self) -> float | None:
+        """Unit roundoff of the format that the contract lets operands be rounded to."""
+        if self._contract.round_operands and self._io is not None:
+            return unit_roundoff(self._io)
+        return 2.0**-11 if self._contract.tf32 and not self._wide else None
+
+    def _rounded_operands(self, call: OpCall) -> float:
+        """Sum over the operands that may be rounded of the squared roundoff."""
+        total = 0.0
+        for operand in self._operands(call):
+            held = unit_roundoff(call.ledger.grid(operand)) if is_float(call.ledger.grid(operand)) else 0.0
+            allowed = self._operand_target()
+            if (
+                allowed is not None
+                and self._io is not None
+                and call.ledger.given(operand)
+                and call.ledger.declared(operand) == torch.float32
+            ):
+                allowed = None
+            if call.fast_matmul_dtype is not None:
+                allowed = max(allowed or 0.0, unit_roundoff(call.fast_matmul_dtype))
+            if allowed is not None and held < allowed:
+                total += allowed * allowed
+        return total
+
+    def _disturb_opaque(self, call: OpCall, result: Tensor, which: int) -> Tensor:
+        u = self._roundoff(call)
+        terms = _reduction_length(call, result)
+        if not call.in_place:
+            result = self._rerun_on_moved_inputs(call, result, which, u * math.sqrt(1 + terms / 6))
+        if call.name in _SHIFTED_BY_ROW:
+            return self._shift_rows(call, result, u)
+        disturbed = self._times_one_plus(result, _FUNCTION_ULPS * u)
+        if call.name in _SCALED_BY_ROW:
+            rows = self._per_row(call, result)
+            return disturbed.add_(result * rows, alpha=u * math.sqrt(_row_length(call) / 3))
+        if terms > 1:
+            disturbed.addcmul_(result, self._normal(result), value=u * math.sqrt(terms / 3))
+        return disturbed
+
+    def _rerun_on_moved_inputs(self, call: OpCall, result: Tensor, which: int, size: float) -> Tensor:
+        moved: tuple[Any, Any] = tree_map(
+            lambda t: (
+                self._times_one_plus(t, size)
+                if isinstance(t, Tensor) and t.dtype == WIDE and not _is_saved(call, t)
+                else t
+            ),
+            (call.args, call.kwargs),
+        )
+        again = tree_flatten(call.func(*moved[0], **moved[1]))[0][which]
+        return again if isinstance(again, Tensor) and again.shape == result.shape else result
+
+    def _per_row(self, call: OpCall, result: Tensor) -> Tensor:
+        dims = _row_dims(call, result)
+        shape = [1 if d in dims else size for d, size in enumerate(result.shape)]
+        return self._normal(result.new_empty(shape))
+
+    def _shift_rows(self, call: OpCall, result: Tensor, u: float) -> Tensor:
+        """Results that are offsets from a row's sum: the sum's error is absolute and common to the row."""
+        disturbed = self._times_one_plus(result, u)
+        if call.name in {"_log_softmax", "logsumexp"}:
+            rows = self._per_row(call, result) if call.name == "_log_softmax" else self._normal(result)
+            return disturbed.add_(rows, alpha=u * math.sqrt(_row_length(call) / 3 + 1))
+        gradient, output, dim = call.args[:3]
+        weights = output if call.name == "_softmax_backward_data" else output.exp()
+        summed = gradient * output if call.name == "_softmax_backward_data" else gradient
+        n = summed.shape[dim] if summed.dim() else 1
+        total, squares = summed.sum(dim, keepdim=True), (summed * summed).sum(dim, keepdim=True)
+        deviation = (total * total * (n / 3 + 1) + squares * (n / 6 + 1)).sqrt_()
+        return disturbed.add_(weights * deviation * self._normal(deviation), alpha=u)
+
+    def _disturb_complex(self, call: OpCall, result: Tensor) -> Tensor:
+        parts = torch.view_as_real(result)
+        disturbed = self._times_one_plus(parts, 2 * self._roundoff(call))
+        if "fft" in call.name:
+            row = result.abs().square().mean(-1, keepdim=True).sqrt().unsqueeze(-1)
+            disturbed.add_(row * self._normal(parts), alpha=4 * self._roundoff(call))
+        return torch.view_as_complex(disturbed)
+
+    # -- random numbers
+
+    def _normal(self, like: Tensor) -> Tensor:
+        return self._read("normal", like)
+
+    def _uniform(self, like: Tensor) -> Tensor:
+        return self._read("uniform", like)
+
+    def _read(self, kind: str, like: Tensor) -> Tensor:
+        pool, count = _pool(kind, str(like.device)), like.numel()
+        start = int(torch.randint(_POOL, (), generator=self._random))
+        if start + count > _POOL:
+            whole, rest = divmod(max(0, start + count - _POOL), _POOL)
+            pool = torch.cat([pool[start:], *([pool] * whole), pool[:rest]])
+            return pool.view(like.shape)
+        return pool[start : start + count].view(like.shape)
+
+
+# ---------------------------------------------------------------------------------------------------
+# What aten's ops are
+
+_MATMULS = frozenset({"mm", "bmm", "addmm", "baddbmm", "_scaled_mm", "convolution"})
+_ONE_ROUNDING = op_names(
+    "add sub mul div add_ sub_ mul_ div_ rsub square reciprocal sqrt rsqrt square_ sqrt_ rsqrt_ reciprocal_"
+)
+_SCALED_BY_ROW = frozenset({"_softmax", "native_layer_norm", "native_group_norm", "_fused_rms_norm", "_safe_softmax"})
+_SHIFTED_BY_ROW = frozenset({"_log_softmax", "logsumexp", "_softmax_backward_data", "_log_softmax_backward_data"})
+# Arguments that an earlier op saved for its backward: moving them apart from their origin would be double counting.
+_SAVED = frozenset({"native_layer_norm_backward", "native_group_norm_backward"})
+
+_Terms = float | Tensor
+_Scale = tuple[_Terms, Tensor | None]  # number of terms, sum of their squares (None: nothing is summed)
+
+
+def _is_saved(call: OpCall, tensor: Tensor) -> bool:
+    return call.name in _SAVED and any(tensor is a for a in call.args[3:5])
+
+
+def _matmul_length(call: OpCall) -> int:
+    if call.name == "convolution":
+        return int(call.args[1][0].numel())
+    return int(call.args[1 if call.name in {"addmm", "baddbmm"} else 0].shape[-1])
+
+
+def _reduction_length(call: OpCall, result: Tensor) -> float:
+    """How many terms an opaque op sums into each of its results; 1 when it does not shrink anything."""
+    if call.name.startswith("nll_loss") and "backward" not in call.name:
+        return call.args[1].numel() / max(1, result.numel())
+    largest = max((t.numel() for t in call.tensors() if t.is_floating_point()), default=0)
+    return max(1.0, largest / max(1, result.numel()))
+
+
+def _row_dims(call: OpCall, result: Tensor) -> set[int]:
+    if call.name in {"_softmax", "_log_softmax", "_safe_softmax"}:
+        return {call.args[1] % result.dim()} if result.dim() else set()
+    count = len(call.args[1]) if call.name in {"native_layer_norm", "_fused_rms_norm"} else 1
+    return set(range(result.dim() - count, result.dim()))
+
+
+def _row_length(call: OpCall) -> float:
+    x = call.args[0]
+    if call.name == "logsumexp":
+        dims = call.args[1] if isinstance(call.args[1], list | tuple) else [call.args[1]]
+        return float(math.prod(x.shape[d] for d in dims)) if x.dim() else 1.0
+    if call.name == "native_group_norm":
+        return float(x.numel() / max(1, x.shape[0] * call.args[6]))
+    return float(math.prod(x.shape[d] for d in _row_dims(call, x)))
+
+
+def _matmul_scale(call: OpCall, result: Tensor) -> _Scale:
+    first = 1 if call.name in {"addmm", "baddbmm"} else 0
+    a, b = call.args[first], call.args[first + 1]
+    rows, columns = _peaks(a, -1), _peaks(b, -2)
+    # float32 is plenty for a scale; dividing by the peaks keeps the squares in its range
+    product = (a / rows).float().square_() @ (b / columns).float().square_()
+    squares = product.to(WIDE).mul_(rows.square()).mul_(columns.square())
+    if call.name == "_scaled_mm":
+        squares = squares * (call.args[2] * call.args[3]).square()
+    alpha = call.kwargs.get("alpha", 1)
+    return float(a.shape[-1]), squares if alpha == 1 else squares.mul_(alpha * alpha)
+
+
+def _peaks(operand: Tensor, dim: int) -> Tensor:
+    if operand.shape[dim] == 0:
+        return operand.new_ones(())
+    return operand.abs().amax(dim, keepdim=True).clamp_(min=1e-280)
+
+
+def _convolution_scale(call: OpCall, result: Tensor) -> _Scale:
+    x, weight = call.args[0], call.args[1]
+    peak_x, peak_w = x.abs().max().clamp(min=1e-280), weight.abs().max().clamp(min=1e-280)
+    squares = call.func(
+        (x / peak_x).float().square_(), (weight / peak_w).float().square_(), None, *call.args[3:], **call.kwargs
+    )
+    return float(weight[0].numel()), squares.to(WIDE) * (peak_x * peak_w).square()
+
+
+def _sum_scale(call: OpCall, result: Tensor) -> _Scale:
+    x = call.args[0]
+    terms = max(1, x.numel() // max(1, result.numel()))
+    squares = call.func(x * x, *call.args[1:], **call.kwargs)
+    return float(terms), squares / terms if call.name == "mean" else squares
+
+
+def _cumsum_scale(call: OpCall, result: Tensor) -> _Scale:
+    x, dim = call.args[0], call.args[1]
+    if not x.dim():
+        return 1.0, x * x
+    shape = [1] * x.dim()
+    shape[dim] = -1
+    return torch.arange(1, x.shape[dim] + 1, dtype=WIDE, device=x.device).view(shape), torch.cumsum(x * x, dim)
+
+
+def _embedding_backward_scale(call: OpCall, result: Tensor) -> _Scale:
+    gradient, rest = call.args[0], call.args[1:]
+    return call.func(torch.ones_like(gradient), *rest, **call.kwargs), call.func(
+        gradient * gradient, *rest, **call.kwargs
+    )
+
+
+def _scatter_scale(call: OpCall, result: Tensor) -> _Scale:
+    dim, index, source = call.args[1:4]
+    zeros = torch.zeros_like(result)
+    if call.name.startswith("scatter_reduce") and call.args[4] != "sum":
+        return 1.0, None
+    add = torch.index_add if call.name.startswith("index_add") else torch.scatter_add
+    squares, counts = add(zeros, dim, index, source * source), add(zeros, dim, index, torch.ones_like(source))
+    alpha = call.kwargs.get("alpha", 1)
+    return counts, squares * alpha * alpha
+
+
+def _index_put_scale(call: OpCall, result: Tensor) -> _Scale:
+    accumulates = call.args[3] if len(call.args) > 3 else call.kwargs.get("accumulate", False)
+    if not accumulates:
+        return 1.0, None
+    indices, values = call.args[1], call.args[2]
+    zeros = torch.zeros_like(result)
+    put = torch.ops.aten.index_put.default
+    return put(zeros, indices, torch.ones_like(values), True), put(zeros, indices, values * values, True)
+
+
+_SCALES: dict[str, Callable[[OpCall, Tensor], _Scale]] = {
+    **dict.fromkeys(("mm", "bmm", "addmm", "baddbmm", "_scaled_mm"), _matmul_scale),
+    "convolution": _convolution_scale,
+    **dict.fromkeys(("sum", "mean"), _sum_scale),
+    **dict.fromkeys(("cumsum", "cumsum_"), _cumsum_scale),
+    "embedding_dense_backward": _embedding_backward_scale,
+    **dict.fromkeys(("index_add", "index_add_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_"), _scatter_scale),
+    **dict.fromkeys(("index_put", "index_put_", "_index_put_impl_"), _index_put_scale),
+}  # fmt: skip
