@@ -1,0 +1,1 @@
+"""Inputs beyond the declared ones: what each input means, other values for it, other sizes."""
