@@ -1,0 +1,858 @@
+"""Swamping probes: how many bits a kernel's accumulator really keeps, and where it drops the rest.
+
+A sum is fed zeros except +M, m and −M. The exact answer is m, which any output dtype can show, so a
+bfloat16 output does not hide what happened inside: while the accumulator holds M it can keep m only
+if m is not below its last bit. The largest M/m that survives is the accumulator's precision. Where
+the three terms stand tells where the rounding happens: inside a block, between tiles, per partial.
+
+Which inputs act linearly, and which of their elements one output adds up with equal weights, is
+found on the fp64 oracle by asking, never by annotation. Scatter reductions are probed by pointing
+all indices at one row (a repeat-count lever of `trace.py`). Each probe is first put to the oracle;
+one whose answer does not come out exact there is not used. Many independent probes ride in one
+call, on elements that feed different outputs, so that one output costs a handful of calls.
+
+The masks-of-±M idea is that of FPRev (arXiv 2411.00442), which recovers summation order with it;
+probing for precision and for where it is lost needs no summation tree.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+from torch import Tensor
+
+from seatrial.numerics.trace import REFUSALS, Fp64Reference, Trace, linear_slots, replaced
+
+if TYPE_CHECKING:
+    from seatrial.model import Value
+
+Call: TypeAlias = "Callable[[Sequence[Value]], tuple[Tensor, ...] | None]"
+
+PATTERNS = ("far", "near", "paired", "disguised")
+FLOAT32 = "float32"
+BFLOAT16 = "bfloat16"
+FLOAT16 = "float16"
+FP8_TENSOR_CORE = "14-bit (FP8 tensor core)"
+FLOAT64 = "float64"
+TF32_OPERANDS = "tf32 operands"
+NOT_DETERMINED = "not determined"
+
+_CLOSE = 0.3  # a probe survives when the answer is within 30 % of exact: losing m altogether is 100 %
+_NEAR_SPAN = 8  # places within which the three terms of a near probe stand
+_DISGUISE_PAIRS = 6  # ± pairs of small terms around a disguised probe
+_LEAST_TERMS = 3
+_MOST_ZEROED = 3  # other inputs set to zero one at a time, in search of uncoupled sums
+_MOST_LANES = 16  # sums probed side by side in one call
+_ENOUGH_LANES = 6  # more than this is no reason to go on looking
+_LARGE_SLOT = 2**24  # elements above which an oracle run is too dear for that many
+_STAGNATION_COUNTS = (255, 256, 257, 300, 1000, 2049)
+_FLOAT32_BITS = 23  # fp32 keeps 24; one is left for the rounding of a non-dyadic weight
+_SLACK_BITS = 3  # further bits that rounding of neighbouring terms may cost an honest fp32 sum
+_FIRST_EXPONENT = 3  # M/m = 8: lost already here means that the answer is wrong for another reason
+
+
+@dataclass(frozen=True)
+class ProbeReading:
+    """What one pattern of probes read off one sum.
+
+    slot, output   names of the probed input and of the output read
+    pattern        "far", "near", "paired", "disguised", "input precision" or "stagnation"
+    bits           effective significant bits, minimum over placements; None: no information
+    contributions  terms that the probed output element adds up
+    calls          calls of the kernel that this slot and output cost in all (on each of its readings)
+    where          the conditions in words: neutral fill, index lever
+    placements     bits of each placement; None where +M and −M met first
+    stops_at       stagnation only: the number of equal contributions at which the sum stops growing
+    note           why there is no reading
+    """
+
+    slot: str
+    output: str
+    pattern: str
+    bits: int | None
+    contributions: int
+    calls: int
+    where: str
+    placements: tuple[int | None, ...] = ()
+    stops_at: int | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """The accumulator behind one output, as the probes saw it.
+
+    accumulator  FLOAT32, BFLOAT16, FLOAT16, FP8_TENSOR_CORE, FLOAT64, TF32_OPERANDS or NOT_DETERMINED
+    bits         least effective bits over the patterns; None when nothing could be read
+    rounds       where bits are dropped: "everywhere", "inside blocks", "between tiles", "per partial",
+                 "operands", or "" for an accumulator of full width
+    confidence   "high", "medium" or "low"
+    unbounded    the error grows with the number of contributions (a running sum is held in few bits)
+    """
+
+    output: str
+    slot: str
+    accumulator: str
+    bits: int | None
+    rounds: str
+    confidence: str
+    contributions: int
+    unbounded: bool
+    stops_at: int | None
+    sentence: str
+
+
+@dataclass(frozen=True)
+class Narrowness:
+    """The verdict rule on one fingerprint: is this accumulator narrower than the contract allows?"""
+
+    fault: bool
+    reference_deficient: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class _Lane:
+    """Elements of the slot that one output element adds up with equal weights, in memory order."""
+
+    positions: Tensor  # (n,) int64, flat positions in the slot
+    element: int  # flat position in the output
+    weight: float
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """Inputs under which a slot feeds an output through a plain sum, and the sums to probe."""
+
+    inputs: tuple[Value, ...]
+    slot: int
+    output: int
+    lanes: tuple[_Lane, ...]
+    where: str
+
+    @property
+    def tensor(self) -> Tensor:
+        t = self.inputs[self.slot]
+        assert isinstance(t, Tensor)
+        return t
+
+    @property
+    def contributions(self) -> int:
+        return int(self.lanes[0].positions.numel())
+
+
+@dataclass(frozen=True)
+class _Placement:
+    """One probe: places (in the lane's order) of +M, m and −M, and of the disguising pairs."""
+
+    pattern: str
+    places: tuple[int, int, int]
+    noise: tuple[tuple[int, int, int], ...] = ()  # (place of +s, place of −s, s as a multiple of m)
+
+
+@dataclass(frozen=True)
+class _Probe:
+    """A placement on a lane. `exact` is the oracle's answer in units of m."""
+
+    lane: _Lane
+    placement: _Placement
+    exact: float = 1.0
+
+
+_Batch: TypeAlias = "tuple[_Probe, ...]"  # the probes that ride in one call
+_Batches: TypeAlias = "tuple[_Batch, ...]"
+
+
+@dataclass(frozen=True)
+class Sum:
+    """One slot feeding one output, with the probes that the oracle confirmed for it."""
+
+    slot: str
+    output: str
+    setting: _Setting
+    batches: _Batches
+    operand_batches: _Batches
+    largest_exponent: int
+    output_dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class ProbePlan:
+    """Probes for every linear slot of a problem; made once, read on any number of kernels.
+
+    `unprobed` says, per output name, why nothing can be read there: not applicable, never a fault.
+    """
+
+    sums: tuple[Sum, ...]
+    unprobed: dict[str, str]
+
+
+def probe_accumulators(
+    oracle: Fp64Reference,
+    inputs: Sequence[Value],
+    call: Call,
+    *,
+    trace: Trace,
+    output_names: Sequence[str],
+    input_names: Sequence[str],
+    output_dtypes: Sequence[torch.dtype],
+    placements: int = 3,
+    seed: int = 0,
+) -> tuple[ProbeReading, ...]:
+    """Plan the probes on the oracle and read them on one kernel; see `plan_probes`, `read_probes`."""
+    plan = plan_probes(
+        oracle,
+        inputs,
+        trace=trace,
+        output_names=output_names,
+        input_names=input_names,
+        output_dtypes=output_dtypes,
+        placements=placements,
+        seed=seed,
+    )
+    return read_probes(plan, call)
+
+
+def plan_probes(
+    oracle: Fp64Reference,
+    inputs: Sequence[Value],
+    *,
+    trace: Trace,
+    output_names: Sequence[str],
+    input_names: Sequence[str],
+    output_dtypes: Sequence[torch.dtype],
+    placements: int = 3,
+    seed: int = 0,
+) -> ProbePlan:
+    """Find every probe-able sum of the reference and confirm its probes in fp64. Calls no kernel.
+
+    `placements` is the number of random positions per pattern. `inputs` gives sizes and dtypes;
+    longer reductions read more. An output behind a nonlinearity goes to `unprobed`.
+    """
+    rng = random.Random(seed)
+    slots = linear_slots(oracle, inputs, seed=rng.randrange(2**31))
+    sums, unprobed = [], {}
+    for output, name in enumerate(output_names):
+        mine = [slot for slot, outputs in slots.items() if output in outputs]
+        found = [
+            planned
+            for slot in mine
+            if (setting := _find_setting(oracle, inputs, slot, output, trace, input_names, rng)) is not None
+            and (planned := _plan_sum(oracle, setting, input_names[slot], name, output_dtypes[output], placements, rng))
+            is not None
+        ]
+        sums += found
+        if not mine:
+            unprobed[name] = "no input acts linearly on it"
+        elif not found:
+            unprobed[name] = "no input feeds it through a plain sum of three or more equal-weight terms"
+    return ProbePlan(tuple(sums), unprobed)
+
+
+def read_probes(plan: ProbePlan, call: Call) -> tuple[ProbeReading, ...]:
+    """Put the planned probes to one kernel. `call` returns None where the kernel crashed or refused."""
+    return tuple(reading for planned in plan.sums for reading in _read_sum(planned, call))
+
+
+# ---------------------------------------------------------------------------------------------------
+# Finding sums
+
+
+def _find_setting(
+    oracle: Fp64Reference,
+    inputs: Sequence[Value],
+    slot: int,
+    output: int,
+    trace: Trace,
+    names: Sequence[str],
+    rng: random.Random,
+) -> _Setting | None:
+    """The inputs under which the longest equal-weight sum from this slot into this output shows."""
+    best: _Setting | None = None
+    longest = _as_long_as_it_gets(trace, names[slot], output)
+    for lever, levered in _with_levers(inputs, output, trace, names, rng):
+        for fill, filled in _fills(levered, slot):
+            found = _longest_sum(oracle, filled, slot, output, rng)
+            if found is not None and (best is None or _worth(found) > _worth(best)):
+                best = replace(found, where="; ".join(w for w in (fill, lever) if w))
+            if best is not None and _worth(best) >= (longest, min(_ENOUGH_LANES, _sums_beside(best))):
+                return best
+    return best
+
+
+def _worth(setting: _Setting) -> tuple[int, int]:
+    """Longer sums read more; with more of them side by side they cost fewer calls."""
+    return setting.contributions, min(_ENOUGH_LANES, len(setting.lanes))
+
+
+def _sums_beside(setting: _Setting) -> int:
+    return setting.tensor.numel() // setting.contributions
+
+
+def _as_long_as_it_gets(trace: Trace, slot: str, output: int) -> int:
+    lengths = [r.length for r in trace.reductions_into(output) if slot in r.fed_by]
+    return max([_LEAST_TERMS, *lengths])
+
+
+def _with_levers(
+    inputs: Sequence[Value], output: int, trace: Trace, names: Sequence[str], rng: random.Random
+) -> Iterator[tuple[str, list[Value]]]:
+    """All contributions on one row first; the indices as drawn if that shows no sum."""
+    levers = [n for n in trace.levers_on(output) if n in names and n not in trace.structural]
+    if levers:
+        changed = list(inputs)
+        for name in levers:
+            place, row = names.index(name), rng.randrange(trace.index_ranges[name])
+            drawn = changed[place]
+            assert isinstance(drawn, Tensor)
+            changed[place] = torch.full_like(drawn, row)
+        yield f"every element of {' and '.join(levers)} the same", changed
+    yield "", list(inputs)
+
+
+def _fills(inputs: Sequence[Value], slot: int) -> Iterator[tuple[str, list[Value]]]:
+    """Neutral values of the other float inputs, under which terms tend to have equal weights.
+
+    Ones make most weights equal; one input of zeros among ones uncouples neighbours (a normalised row
+    of zeros projects nothing out); alternating signs survive the centring of a LayerNorm.
+    """
+    others = [p for p, v in enumerate(inputs) if p != slot and _is_float(v)]
+
+    def filled(make: Callable[[int, Tensor], Tensor]) -> list[Value]:
+        return [make(p, v) if p in others and isinstance(v, Tensor) else v for p, v in enumerate(inputs)]
+
+    yield "other float inputs all ones", filled(lambda p, t: torch.ones_like(t))
+    if not others:
+        return
+    for zero in others[:_MOST_ZEROED] if len(others) > 1 else ():
+        words = f"float input {zero} all zeros, the others ones"
+        yield words, filled(lambda p, t, zero=zero: torch.zeros_like(t) if p == zero else torch.ones_like(t))  # type: ignore[misc]
+    yield "other float inputs alternating ±1", filled(lambda p, t: _alternating(t))
+    yield "other float inputs all zeros", filled(lambda p, t: torch.zeros_like(t))
+    yield "other float inputs as drawn", list(inputs)
+
+
+def _is_float(value: Value) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0
+
+
+def _alternating(like: Tensor) -> Tensor:
+    signs = torch.ones(like.shape[-1], device=like.device)
+    signs[1::2] = -1.0
+    return signs.to(like.dtype).expand(like.shape).clone()
+
+
+def _ask(oracle: Fp64Reference, inputs: Sequence[Value], slot: int, value: Tensor, output: int) -> Tensor | None:
+    """One output of the oracle, flat, in fp64 on the CPU; None where the reference refuses."""
+    like = inputs[slot]
+    assert isinstance(like, Tensor)
+    try:
+        values = oracle.run(replaced(inputs, slot, value.to(like.dtype).to(like.device))).values
+    except REFUSALS:
+        return None
+    return values[output].detach().reshape(-1).to("cpu", torch.float64)
+
+
+def _longest_sum(
+    oracle: Fp64Reference, inputs: Sequence[Value], slot: int, output: int, rng: random.Random
+) -> _Setting | None:
+    """Try which axes of the slot, through a random element, one output adds up with equal weights."""
+    like = inputs[slot]
+    assert isinstance(like, Tensor)
+    start = [rng.randrange(n) for n in like.shape]
+    alone = _ask(oracle, inputs, slot, _at(like, [_flat(like, start)], [1.0]), output)
+    if alone is None or not bool(torch.isfinite(alone).all()) or float(alone.abs().max()) == 0.0:
+        return None
+    for axes in _axis_sets(like):
+        lane = _as_lane(like, start, axes)
+        weights = torch.tensor([rng.randrange(1, 9) for _ in range(lane.numel())], dtype=torch.float64)
+        summed = _ask(oracle, inputs, slot, _at(like, lane, weights), output)
+        if summed is None:
+            continue
+        equal = (summed - alone * weights.sum()).abs() <= 1e-9 * alone.abs() * weights.sum()
+        equal &= alone.abs() > 0.2 * alone.abs().max()
+        elements = equal.nonzero()[:, 0]
+        if elements.numel():
+            element = int(elements[rng.randrange(elements.numel())])
+            first = _Lane(lane, element, float(alone[element]))
+            lanes = _lanes_beside(oracle, inputs, slot, output, first, start, axes, rng)
+            return _Setting(tuple(inputs), slot, output, lanes, "")
+    return None
+
+
+def _axis_sets(like: Tensor) -> list[tuple[int, ...]]:
+    """Sets of axes with at least three coordinates in all, longest first."""
+    axes = [d for d in range(like.dim()) if like.shape[d] > 1]
+    sets = [s for size in range(1, len(axes) + 1) for s in combinations(axes, size)]
+    sizes = {s: math.prod(like.shape[d] for d in s) for s in sets}
+    return sorted((s for s in sets if sizes[s] >= _LEAST_TERMS), key=lambda s: -sizes[s])
+
+
+def _flat(like: Tensor, coordinates: Sequence[int]) -> int:
+    flat = 0
+    for size, coordinate in zip(like.shape, coordinates, strict=True):
+        flat = flat * size + coordinate
+    return flat
+
+
+def _as_lane(like: Tensor, start: Sequence[int], axes: Sequence[int]) -> Tensor:
+    """Flat positions that run over `axes` and keep the other coordinates of `start`."""
+    numbers = torch.arange(like.numel()).reshape(like.shape)
+    for axis in reversed(range(like.dim())):
+        if axis not in axes:
+            numbers = numbers.select(axis, start[axis])
+    return numbers.reshape(-1)
+
+
+def _at(like: Tensor, positions: Tensor | Sequence[int], values: Tensor | Sequence[float]) -> Tensor:
+    """Zeros of the slot's shape, in fp64 on the CPU, with these values at these flat positions."""
+    out = torch.zeros(like.numel(), dtype=torch.float64)
+    out[torch.as_tensor(positions)] = torch.as_tensor(values, dtype=torch.float64)
+    return out.reshape(like.shape)
+
+
+def _lanes_beside(
+    oracle: Fp64Reference,
+    inputs: Sequence[Value],
+    slot: int,
+    output: int,
+    first: _Lane,
+    start: Sequence[int],
+    axes: Sequence[int],
+    rng: random.Random,
+) -> tuple[_Lane, ...]:
+    """Sums like the first one that feed other output elements; one oracle run for each.
+
+    A reference can mix neighbours (the projection inside a normalisation's backward pass); a lane that
+    reaches another lane's element is left out.
+    """
+    like = inputs[slot]
+    assert isinstance(like, Tensor)
+    lanes, elements = [first], {first.element}
+    most = _MOST_LANES if like.numel() <= _LARGE_SLOT else _MOST_LANES // 4
+    for other in _other_starts(like, start, axes, most - 1, rng):
+        positions = _as_lane(like, other, axes)
+        alone = _ask(oracle, inputs, slot, _at(like, [int(positions[0])], [1.0]), output)
+        if alone is None or float(alone.abs().max()) == 0.0:
+            continue
+        strongest = (alone.abs() >= 0.999 * alone.abs().max()).nonzero()[:, 0].tolist()
+        element = rng.choice(strongest)
+        apart = bool((alone[sorted(elements)].abs() <= 1e-12 * alone[element].abs()).all())
+        if element not in elements and apart:
+            elements.add(element)
+            lanes.append(_Lane(positions, element, float(alone[element])))
+    return tuple(lanes)
+
+
+def _other_starts(
+    like: Tensor, start: Sequence[int], axes: Sequence[int], most: int, rng: random.Random
+) -> list[list[int]]:
+    free = [d for d in range(like.dim()) if d not in axes]
+    others = math.prod(like.shape[d] for d in free)
+    seen, starts = {tuple(start)}, []
+    for _ in range(4 * most):
+        candidate = [rng.randrange(like.shape[d]) if d in free else start[d] for d in range(like.dim())]
+        if tuple(candidate) not in seen:
+            seen.add(tuple(candidate))
+            starts.append(candidate)
+        if len(starts) == min(most, others - 1):
+            break
+    return starts
+
+
+# ---------------------------------------------------------------------------------------------------
+# Placing probes
+
+
+def _plan_sum(
+    oracle: Fp64Reference,
+    setting: _Setting,
+    slot: str,
+    output: str,
+    dtype: torch.dtype,
+    placements: int,
+    rng: random.Random,
+) -> Sum | None:
+    largest = _largest_exponent(setting, dtype)
+    wanted = [pattern for _ in range(placements) for pattern in PATTERNS]
+    batches = _confirmed(oracle, setting, _fill_batches(setting, wanted, rng), largest)
+    if not batches:
+        return None
+    operands: _Batches = ()
+    if setting.tensor.dtype == torch.float32:
+        operands = _confirmed_operands(oracle, setting, _fill_batches(setting, ["operands"] * placements, rng))
+    return Sum(slot, output, setting, batches, operands, largest, dtype)
+
+
+def _largest_exponent(setting: _Setting, dtype: torch.dtype) -> int:
+    """Largest k = log2(M/m) that slot and output dtypes can carry; beyond 30 nothing is learnt."""
+    up, down = _reach(setting.tensor.dtype)
+    out_down = _reach(dtype)[1]
+    shift = math.log2(abs(setting.lanes[0].weight))
+    return max(0, min(30, up + down, 2 * up + 1, 2 * int(min(down, out_down + shift)) + 1))
+
+
+def _reach(dtype: torch.dtype) -> tuple[int, int]:
+    """Powers of two above and below one that the dtype carries, with two left for noise and sums."""
+    info = torch.finfo(dtype)
+    up, down = int(math.log2(info.max)) - 1, -int(math.log2(info.smallest_normal))
+    return min(15, up), min(15, down)
+
+
+def _fill_batches(setting: _Setting, wanted: Sequence[str], rng: random.Random) -> _Batches:
+    """Deal the wanted patterns out to lanes; within a batch no two probes share a coordinate.
+
+    On disjoint coordinates a probe's large terms meet no other probe's in one row of the reduction,
+    so per-term roundings cancel as they do for a probe alone.
+    """
+    batches: list[list[_Probe]] = [[]]
+    taken: set[int] = set()
+    for pattern in wanted:
+        placement = _place(pattern, setting.contributions, taken, rng)
+        if placement is None or len(batches[-1]) == len(setting.lanes):
+            batches.append([])
+            taken = set()
+            placement = _place(pattern, setting.contributions, taken, rng)
+        if placement is not None:
+            batches[-1].append(_Probe(setting.lanes[len(batches[-1])], placement))
+            taken |= {*placement.places, *(p for pair in placement.noise for p in pair[:2])}
+    return tuple(tuple(b) for b in batches if b)
+
+
+def _place(pattern: str, n: int, taken: set[int], rng: random.Random) -> _Placement | None:
+    for _ in range(20):
+        places = _three_places(pattern, n, rng)
+        if len(set(places)) == 3 and not taken & set(places):
+            if pattern != "disguised":
+                return _Placement(pattern, places)
+            return _Placement(pattern, places, _disguise(n, taken | set(places), rng))
+    return None
+
+
+def _three_places(pattern: str, n: int, rng: random.Random) -> tuple[int, int, int]:
+    """Places of +M, m, −M. In memory order the small term stands between the large ones."""
+    if pattern == "near":
+        start = rng.randrange(max(1, n - _NEAR_SPAN + 1))
+        near = sorted(rng.sample(range(start, min(n, start + _NEAR_SPAN)), 3))
+        return near[0], near[1], near[2]
+    if pattern == "paired":
+        first = rng.randrange(max(1, n // 2))
+        return first, first + 1, rng.randrange(min(n - 1, first + 1 + max(1, n // 3)), n)
+    third = n / 3
+    return (
+        int(rng.random() * third),
+        min(n - 1, int((1 + rng.random()) * third)),
+        min(n - 1, int((2 + rng.random()) * third)),
+    )
+
+
+def _disguise(n: int, taken: set[int], rng: random.Random) -> tuple[tuple[int, int, int], ...]:
+    """± pairs of small multiples of m: exact wherever m itself is, and they cancel."""
+    free = [p for p in range(n) if p not in taken]
+    pairs = min(_DISGUISE_PAIRS, len(free) // 8)
+    places = rng.sample(free, 2 * pairs)
+    return tuple((a, b, rng.choice((1, 2, 3))) for a, b in zip(places[::2], places[1::2], strict=True))
+
+
+def _probe_values(setting: _Setting, batch: Iterable[_Probe], k: int) -> Tensor:
+    """The slot's tensor (fp64, CPU) with every probe of the batch at M/m = 2ᵏ.
+
+    One k for all: where the reference mixes neighbours, each answer then stays the same multiple of m.
+    """
+    x = torch.zeros(setting.tensor.numel(), dtype=torch.float64)
+    large, small = _large_and_small(k)
+    for probe in batch:
+        positions = probe.lane.positions
+        a, b, c = (int(positions[p]) for p in probe.placement.places)
+        x[a], x[b], x[c] = large, small, -large
+        for plus, minus, times in probe.placement.noise:
+            x[positions[plus]], x[positions[minus]] = times * small, -times * small
+    return x.reshape(setting.tensor.shape)
+
+
+def _large_and_small(k: int) -> tuple[float, float]:
+    large = 2.0 ** ((k + 1) // 2)
+    return large, large * 2.0**-k
+
+
+def _confirmed(oracle: Fp64Reference, setting: _Setting, batches: _Batches, largest: int) -> _Batches:
+    """Only the probes whose answer the oracle shows to be about m at the hardest exponent."""
+    kept = []
+    small = _large_and_small(largest)[1]
+    for batch in batches:
+        answers = _ask(oracle, setting.inputs, setting.slot, _probe_values(setting, batch, largest), setting.output)
+        if answers is None:
+            continue
+        exact = [float(answers[p.lane.element]) / small for p in batch]
+        kept.append(
+            tuple(replace(p, exact=e) for p, e in zip(batch, exact, strict=True) if 0.5 < e / p.lane.weight < 1.5)
+        )
+    return tuple(b for b in kept if b)
+
+
+def _confirmed_operands(oracle: Fp64Reference, setting: _Setting, batches: _Batches) -> _Batches:
+    """The same for probes of the operands, in units of 2⁻ᵏ."""
+    kept = []
+    for batch in batches:
+        answers = _ask(oracle, setting.inputs, setting.slot, _operand_values(setting, batch, 20), setting.output)
+        if answers is not None:
+            exact = [float(answers[p.lane.element]) * 2.0**20 for p in batch]
+            kept.append(
+                tuple(replace(p, exact=e) for p, e in zip(batch, exact, strict=True) if 0.5 < e / p.lane.weight < 1.5)
+            )
+    return tuple(b for b in kept if b)
+
+
+# ---------------------------------------------------------------------------------------------------
+# Reading a kernel
+
+
+class _Kernel:
+    """A kernel seen through one slot and one output; counts its calls."""
+
+    def __init__(self, call: Call, setting: _Setting) -> None:
+        self._call, self._setting = call, setting
+        self._others = [v.cpu() if isinstance(v, Tensor) else v for v in setting.inputs]
+        self.calls = 0
+
+    def answer(self, values: Tensor) -> Tensor | None:
+        """The output, flat, in fp64; None when the kernel gave none or one of another size."""
+        self.calls += 1
+        x = values.to(self._setting.tensor.dtype)
+        fresh = [v.clone() if isinstance(v, Tensor) else v for v in replaced(self._others, self._setting.slot, x)]
+        outputs = self._call(fresh)
+        if outputs is None or len(outputs) <= self._setting.output:
+            return None
+        flat = outputs[self._setting.output].detach().cpu().reshape(-1).to(torch.float64)
+        return flat if flat.numel() > max(lane.element for lane in self._setting.lanes) else None
+
+
+def _read_sum(planned: Sum, call: Call) -> list[ProbeReading]:
+    kernel = _Kernel(call, planned.setting)
+    by_pattern: dict[str, list[int | None]] = {}
+    notes: dict[str, str] = {}
+    for batch in planned.batches:
+        for probe, (bits, note) in zip(batch, _bisect(planned, batch, kernel), strict=True):
+            by_pattern.setdefault(probe.placement.pattern, []).append(bits)
+            if note:
+                notes[probe.placement.pattern] = note
+    blank = ProbeReading(
+        planned.slot, planned.output, "", None, planned.setting.contributions, 0, planned.setting.where
+    )
+    readings = [
+        replace(blank, pattern=p, bits=_least(bits), placements=tuple(bits), note=notes.get(p, ""))
+        for p, bits in by_pattern.items()
+    ]
+    if planned.operand_batches:
+        readings.append(_read_operands(planned, kernel, blank))
+    readings.append(_read_stagnation(planned, kernel, blank))
+    return [replace(r, calls=kernel.calls) for r in readings]
+
+
+def _least(bits: Iterable[int | None]) -> int | None:
+    return min((b for b in bits if b is not None), default=None)
+
+
+def _bisect(planned: Sum, batch: _Batch, kernel: _Kernel) -> list[tuple[int | None, str]]:
+    """Bits of each probe of the batch; every call tells all of them something."""
+    largest = planned.largest_exponent
+    survived, lost = [0] * len(batch), [largest + 1] * len(batch)
+    k = first = min(_FIRST_EXPONENT, largest)
+    while True:
+        answers = kernel.answer(_probe_values(planned.setting, batch, k))
+        if answers is None:
+            return [(None, "the kernel gave no answer to this probe")] * len(batch)
+        for number, probe in enumerate(batch):
+            if abs(float(answers[probe.lane.element]) / (probe.exact * _large_and_small(k)[1]) - 1) < _CLOSE:
+                survived[number] = max(survived[number], k)
+            else:
+                lost[number] = min(lost[number], k)
+        open_ends = [(s, n) for s, n in zip(survived, lost, strict=True) if n - s > 1 and n > first]
+        if not open_ends:
+            break
+        k = sum(open_ends[0]) // 2
+    return [
+        (None, "the answer is wrong even without swamping") if n <= first else (None if n > largest else s + 1, "")
+        for s, n in zip(survived, lost, strict=True)
+    ]
+
+
+def _read_operands(planned: Sum, kernel: _Kernel, blank: ProbeReading) -> ProbeReading:
+    """Precision of the operands themselves: 1 + 2⁻ᵏ and −1, whose sum shows whether 2⁻ᵏ was kept."""
+    blank = replace(blank, pattern="input precision")
+    kept = []
+    for batch in planned.operand_batches:
+        low, high = 0, 24
+        while high - low > 1:
+            k = (low + high) // 2
+            answers = kernel.answer(_operand_values(planned.setting, batch, k))
+            if answers is None:
+                return replace(blank, note="the kernel gave no answer to this probe")
+            survives = all(abs(float(answers[p.lane.element]) / (p.exact * 2.0**-k) - 1) < _CLOSE for p in batch)
+            low, high = (k, high) if survives else (low, k)
+        kept.append(low + 1 if low else None)
+    return replace(blank, bits=_least(kept), placements=tuple(kept))
+
+
+def _operand_values(setting: _Setting, batch: _Batch, k: int) -> Tensor:
+    x = torch.zeros(setting.tensor.numel(), dtype=torch.float64)
+    for probe in batch:
+        x[probe.lane.positions[probe.placement.places[0]]] = 1.0 + 2.0**-k
+        x[probe.lane.positions[probe.placement.places[1]]] = -1.0
+    return x.reshape(setting.tensor.shape)
+
+
+def _read_stagnation(planned: Sum, kernel: _Kernel, blank: ProbeReading) -> ProbeReading:
+    """Equal terms, ever more of them: where does the sum stop growing?"""
+    n, lane = planned.setting.contributions, planned.setting.lanes[0]
+    counts = [c for c in (*_STAGNATION_COUNTS, n) if c <= n]
+    previous, stops_at = 0.0, None
+    for count in sorted(set(counts)):
+        x = torch.zeros(planned.setting.tensor.numel(), dtype=torch.float64)
+        x[lane.positions[:count]] = 1.0
+        answers = kernel.answer(x.reshape(planned.setting.tensor.shape))
+        if answers is None:
+            return replace(blank, pattern="stagnation", note="the kernel gave no answer to this probe")
+        got = float(answers[lane.element]) / lane.weight
+        if got < 0.9 * count and got <= 1.05 * max(previous, 1.0) and previous > 0:
+            stops_at = round(got)
+            break
+        previous = got
+    return replace(blank, pattern="stagnation", stops_at=stops_at)
+
+
+# ---------------------------------------------------------------------------------------------------
+# Reading the readings
+
+
+def fingerprints(readings: Sequence[ProbeReading]) -> tuple[Fingerprint, ...]:
+    """One fingerprint per output, from the slot that reads fewest bits."""
+    outputs = dict.fromkeys(r.output for r in readings)
+    return tuple(_fingerprint_of_output([r for r in readings if r.output == o]) for o in outputs)
+
+
+def _fingerprint_of_output(readings: Sequence[ProbeReading]) -> Fingerprint:
+    slots = dict.fromkeys(r.slot for r in readings)
+    candidates = [_fingerprint([r for r in readings if r.slot == s]) for s in slots]
+    return min(candidates, key=lambda f: (f.bits is None, f.bits or 0))
+
+
+def _fingerprint(readings: Sequence[ProbeReading]) -> Fingerprint:
+    some = readings[0]
+    patterns = {r.pattern: r for r in readings}
+    plain = [patterns[p] for p in ("far", "near", "paired") if p in patterns]
+    bits = _least(r.bits for r in plain)
+    disguised = patterns["disguised"].bits if "disguised" in patterns else None
+    if disguised is not None and (bits or 99) >= _FLOAT32_BITS - _SLACK_BITS > disguised:
+        bits = disguised  # a kernel that knows a bare probe when it sees one
+    operands = patterns["input precision"].bits if "input precision" in patterns else None
+    stops_at = patterns["stagnation"].stops_at if "stagnation" in patterns else None
+    placements = [b for r in (*plain, *(r for r in readings if r.pattern == "disguised")) for b in r.placements]
+    accumulator = _named(bits, placements, answered=not any(r.note for r in plain))
+    rounds = _rounds(patterns) if accumulator not in (FLOAT32, FLOAT64) and bits is not None else ""
+    if accumulator in (FLOAT32, FLOAT64) and operands is not None and operands < _FLOAT32_BITS - _SLACK_BITS:
+        accumulator, rounds, bits = TF32_OPERANDS, "operands", operands
+    return Fingerprint(
+        output=some.output,
+        slot=some.slot,
+        accumulator=accumulator,
+        bits=bits,
+        rounds=rounds,
+        confidence=_confidence(placements),
+        contributions=some.contributions,
+        unbounded=stops_at is not None or rounds in ("everywhere", "between tiles"),
+        stops_at=stops_at,
+        sentence=_sentence(some, accumulator, bits, rounds, stops_at, readings),
+    )
+
+
+def _named(bits: int | None, placements: Sequence[int | None], *, answered: bool) -> str:
+    if bits is None:
+        return FLOAT64 if answered and len(placements) >= 6 else NOT_DETERMINED
+    for low, high, name in ((7, 9, BFLOAT16), (10, 12, FLOAT16), (13, 15, FP8_TENSOR_CORE), (20, 29, FLOAT32)):
+        if low <= bits <= high:
+            return name
+    return NOT_DETERMINED
+
+
+def _rounds(patterns: dict[str, ProbeReading]) -> str:
+    """Where bits go: from which placements lose the small term."""
+    far, near = (_typically_narrow(patterns.get(p)) for p in ("far", "near"))
+    if far and near:
+        return "everywhere"
+    if near:
+        return "inside blocks"
+    return "between tiles" if far else "per partial"
+
+
+def _typically_narrow(reading: ProbeReading | None) -> bool:
+    """Most placements: a near probe may straddle a border, a far one may fall into one block."""
+    if reading is None or not reading.placements:
+        return False
+    narrow = [b is not None and b < _FLOAT32_BITS - _SLACK_BITS for b in reading.placements]
+    return sum(narrow) * 2 > len(narrow)
+
+
+def _confidence(placements: Sequence[int | None]) -> str:
+    informative = sum(b is not None for b in placements)
+    return "high" if informative >= 6 else "medium" if informative >= 3 else "low"
+
+
+def _sentence(
+    some: ProbeReading,
+    accumulator: str,
+    bits: int | None,
+    rounds: str,
+    stops_at: int | None,
+    readings: Sequence[ProbeReading],
+) -> str:
+    if bits is None and accumulator == NOT_DETERMINED:
+        why = next((r.note for r in readings if r.note), "every placement met ±M first")
+        return f"the accumulator of `{some.output}` over `{some.slot}` could not be read: {why}"
+    if bits is None:
+        return f"`{some.output}` sums over `{some.slot}` without loss on any probe: float64, or an exact order"
+    kind = {
+        "everywhere": "a {} carry",
+        "inside blocks": "{} inside blocks, wider between them",
+        "between tiles": "a {} carry between tiles, wider inside them",
+        "per partial": "{} partial sums, wider inside them",
+        "operands": "{}",
+        "": "a {} accumulator",
+    }[rounds].format(accumulator if accumulator != NOT_DETERMINED else "narrow")
+    stall = f" that stops growing after {stops_at} equal contributions" if stops_at is not None else ""
+    return f"`{some.output}` sums over `{some.slot}` with about {bits} significant bits: {kind}{stall}"
+
+
+def too_narrow(
+    fingerprint: Fingerprint, *, native: Fingerprint | None = None, declared: torch.dtype = torch.float32
+) -> Narrowness:
+    """The verdict rule on one output's accumulator.
+
+    `declared` is the accumulation dtype that the reference's contract states: float32 for sums in
+    fp32 and, because PyTorch sums bfloat16 and float16 in fp32, for those too. `native` is the same
+    reading on the native reference. Fewer bits than both the contract and the native reference is a
+    fault. A native reference that is as narrow is deficient: then a bounded loss is excused, but a
+    carry whose error grows with the number of terms is a fault whatever the native reference does.
+    """
+    contract = 53 if declared == torch.float64 else _FLOAT32_BITS
+    if fingerprint.bits is None:
+        return Narrowness(False, False, fingerprint.sentence)
+    floor = contract - _SLACK_BITS
+    native_bits = native.bits if native is not None and native.bits is not None else contract
+    deficient = native_bits < floor
+    if fingerprint.bits >= floor:
+        return Narrowness(False, deficient, fingerprint.sentence)
+    if not deficient or fingerprint.bits < native_bits - 1:
+        return Narrowness(True, deficient, fingerprint.sentence)
+    if fingerprint.unbounded:
+        reason = f"{fingerprint.sentence}; the native reference does so too, but such an error has no bound"
+        return Narrowness(True, True, reason)
+    return Narrowness(
+        False, True, f"{fingerprint.sentence}; the native reference is as narrow, and the loss is bounded"
+    )
