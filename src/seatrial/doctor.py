@@ -13,7 +13,8 @@ def examine() -> list[str]:
     """One line per fact; each line that takes something away says what and why."""
     import torch
 
-    from seatrial.devices import DEVICES
+    from seatrial.devices.cpu import CpuDevice
+    from seatrial.devices.cuda import CudaDevice
     from seatrial.workers.process import ForkServer
 
     lines = [
@@ -21,8 +22,8 @@ def examine() -> list[str]:
         f"system: {platform.system()} {platform.release()} {platform.machine()}",
         "",
     ]
-    for name, device in DEVICES.items():
-        reason = device.unavailable()
+    for name, device in (("cpu", CpuDevice()), ("cuda", CudaDevice(0))):
+        reason = device.available()
         if reason:
             lines.append(f"no   {name}: {reason}")
             continue

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from seatrial.devices.base import Device
     from seatrial.numerics.envelope import Envelope, OutputReport
     from seatrial.numerics.oracle import Oracle
+    from seatrial.numerics.probes import Fingerprint, ProbePlan
     from seatrial.numerics.trace import Trace
 
 T = TypeVar("T")
@@ -34,6 +35,7 @@ T = TypeVar("T")
 CACHE_BYTES = 3 << 30
 CPU_ELEMENTS = 1 << 26
 CUDA_ELEMENTS = 1 << 29
+PROBE_ELEMENTS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -157,21 +159,17 @@ class Study:
         )
 
     def native(self, case: Case) -> tuple[Tensor, ...]:
-        """What the reference gives in its own precision on the judged device; tensors on the CPU."""
-        return self._cached(("native", case.key), lambda: self.run_native(self.inputs(case), case.workload))
+        """What the reference gives in its own precision on the judged device; tensors on the CPU.
 
-    def run_native(self, inputs: Sequence[Value], workload: Workload) -> tuple[Tensor, ...]:
-        """Run the unmodified reference on copies of these inputs. Raises ReferenceUnusable."""
-        from seatrial.numerics.oracle import run_native
+        Raises OracleUnavailable when it does not run here.
+        """
+        return self._cached(
+            ("native", case.key), lambda: tuple(t.cpu() for t in self.oracle.native(self.placed(self.inputs(case))))
+        )
 
-        placed = [self.place(v) for v in inputs]
-        slots = self.slots(workload)
-        outputs = reference_boundary(lambda: run_native(self.problem.reference, placed, slots), "running the reference")
-        return tuple(t.cpu() for t in outputs)
-
-    def place(self, value: Value) -> Value:
-        """A fresh copy of a tensor on the judged device; scalars as they are."""
-        return self.device.place(value) if hasattr(value, "shape") else value
+    def placed(self, inputs: Sequence[Value]) -> list[Value]:
+        """The inputs on the judged device. Whoever may write into them makes copies first."""
+        return [self.device.to_device(v) if hasattr(v, "shape") else v for v in inputs]
 
     # -- oracle, envelope, structure ----------------------------------------------------------------
 
@@ -185,12 +183,58 @@ class Study:
     @cached_property
     def trace(self) -> Trace:
         """Structure of the reference: index inputs, repeat-count levers, reductions."""
+        from seatrial.numerics.promote import DeviceRedirect
         from seatrial.numerics.trace import trace
 
-        case = self.case(self.smallest)
-        inputs = [self.place(v) for v in self.inputs(case)]
-        names = [s.name for s in self.problem.inputs]
-        return reference_boundary(lambda: trace(self.problem.reference, inputs, names), "tracing the reference")
+        import torch
+
+        inputs = self.placed(self.inputs(self.case(self.smallest)))
+        names, outputs = [s.name for s in self.problem.inputs], [s.name for s in self.problem.outputs]
+
+        def traced() -> Trace:
+            with DeviceRedirect(torch.device(self.device.name)):
+                return trace(self.problem.reference, inputs, names, output_names=outputs)
+
+        return reference_boundary(traced, "tracing the reference")
+
+    @cached_property
+    def probe_case(self) -> Case:
+        """The case whose sums are probed: the largest audited workload that stays cheap to call a hundred times."""
+        cheap = [w for w in self.audited if self._elements(w) <= PROBE_ELEMENTS]
+        return self.case(max(cheap, key=self._elements, default=self.smallest), draw=20)
+
+    @cached_property
+    def probe_plan(self) -> ProbePlan:
+        """Swamping probes of every sum that the oracle confirms; made once, read on any number of kernels."""
+        from seatrial.numerics.probes import plan_probes
+
+        return reference_boundary(
+            lambda: plan_probes(
+                self.oracle,
+                self.placed(self.inputs(self.probe_case)),
+                trace=self.trace,
+                output_names=[s.name for s in self.problem.outputs],
+                input_names=[s.name for s in self.problem.inputs],
+                output_dtypes=[self._dtype(s.dtype) for s in self.problem.outputs],
+                placements=self.policy.probes,
+                seed=self.seed_for("probes"),
+            ),
+            "planning the probes",
+        )
+
+    @cached_property
+    def native_fingerprints(self) -> dict[str, Fingerprint]:
+        """The same probes read on the native reference, by output name; empty where it does not run."""
+        from seatrial.numerics.probes import fingerprints, read_probes
+
+        return {f.output: f for f in fingerprints(read_probes(self.probe_plan, self.native_kernel))}
+
+    def native_kernel(self, inputs: Sequence[Value]) -> tuple[Tensor, ...] | None:
+        """The native reference as a function of inputs (CPU tensors in and out); None where it refuses."""
+        try:
+            return tuple(t.cpu() for t in self.oracle.native(self.placed(inputs)))
+        except InfrastructureError:
+            return None
 
     def envelope(self, case: Case, contract: str = "TC") -> Envelope:
         """What an honest kernel achieves on this case under a rounding contract."""
@@ -201,7 +245,7 @@ class Study:
 
         return Envelope.build(
             self.oracle,
-            [self.place(v) for v in self.inputs(case)],
+            self.placed(self.inputs(case)),
             contract=CONTRACTS[contract],
             samples=self.policy.samples,
             seed=self.seed_for("envelope", *case.key),
@@ -211,7 +255,7 @@ class Study:
 
     def _native_or_none(self, case: Case) -> tuple[Tensor, ...] | None:
         try:
-            return tuple(self.device.place(t) for t in self.native(case))
+            return tuple(self.device.to_device(t) for t in self.native(case))
         except InfrastructureError:
             return None  # the oracle stands on its own; the range gate is then not available
 
@@ -223,7 +267,7 @@ class Study:
 
     def judge(self, case: Case, outputs: Sequence[Tensor], contract: str = "TC") -> tuple[OutputReport, ...]:
         """Compare outputs (CPU tensors) with the oracle against the honest floor of this case."""
-        placed = [self.device.place(t) for t in outputs]
+        placed = [self.device.to_device(t) for t in outputs]
         return self.envelope(case, contract).judge(placed, groups=self.contribution_groups(case))
 
     def native_reports(self, case: Case, contract: str = "TC") -> tuple[OutputReport, ...] | None:
@@ -240,7 +284,7 @@ class Study:
         """The oracle's values of a case; tensors on the CPU. Raises OracleUnavailable."""
         return self._cached(
             ("exact", case.key),
-            lambda: tuple(t.cpu() for t in self.oracle.run([self.place(v) for v in self.inputs(case)]).values),
+            lambda: tuple(t.cpu() for t in self.oracle.run(self.placed(self.inputs(case))).values),
         )
 
     def reference_accepts(self, case: Case) -> bool:
@@ -267,7 +311,7 @@ class Study:
             counts = torch.bincount(ids.reshape(-1).long(), minlength=bound)
             for out, slot in enumerate(slots):
                 if slot.shape and slot.shape[0] == counts.numel() == bound:
-                    groups[out] = self.device.place(counts)
+                    groups[out] = self.device.to_device(counts)
         return groups
 
     # -- the control --------------------------------------------------------------------------------
