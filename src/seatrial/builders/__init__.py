@@ -1,1 +1,1 @@
-
+"""From source to callable, inside the child. One file per way of building."""
