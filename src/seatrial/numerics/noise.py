@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
-from seatrial.numerics.dtypes import FP8, HALF, coarser, is_float, unit_roundoff
-from seatrial.numerics.promote import WIDE, OpCall, Tape, op_names
+from seatrial.numerics.dtypes import FP8, HALF, coarser, is_float, round_to, unit_roundoff
+from seatrial.numerics.promote import MATMULS, WIDE, OpCall, Tape, op_names
 
 _STORE_SPREAD = 0.75  # a uniform error of 0.75 u has the deviation 0.43 u that rounding to nearest has
 _OPERAND_VARIANCE = 0.56 / 3  # the same, as a variance
@@ -77,15 +77,20 @@ class Noise:
     """One sample of honest rounding errors under a contract; a `promote.Perturbation`.
 
     `io` is the problem's I/O dtype (see `io_dtype`), `wide` says that the problem itself is float64, and
-    `tape` holds the error scales between the samples of one envelope.
+    `tape` holds the error scales between the samples of one envelope. With `nearest`, narrow stores really
+    round to nearest instead of at random: few distinct values rounded alike give whole rows a lean that
+    random errors never show.
     """
 
-    def __init__(self, contract: Contract, seed: int, *, io: torch.dtype | None, wide: bool, tape: Tape) -> None:
+    def __init__(
+        self, contract: Contract, seed: int, *, io: torch.dtype | None, wide: bool, tape: Tape, nearest: bool = False
+    ) -> None:
         self._contract = contract
         self._random = torch.Generator().manual_seed(seed)
         self._io = io
         self._wide = wide
         self._tape = tape
+        self._nearest = nearest
         self._drift = 0.1 + 0.9 * float(torch.rand((), generator=self._random))
         self.on_tape: Callable[[], bool] = lambda: False
 
@@ -112,6 +117,8 @@ class Noise:
             target = coarser(declared, self._io)
         if target not in HALF or value.dtype != WIDE:
             return value
+        if self._nearest:
+            return round_to(value, target)
         return self._times_one_plus(value, _STORE_SPREAD * unit_roundoff(target))
 
     # -- kinds of error
@@ -150,7 +157,7 @@ class Noise:
         return deviation.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
     def _operands(self, call: OpCall) -> tuple[Tensor, Tensor]:
-        first = 1 if call.name in {"addmm", "baddbmm"} else 0
+        first = 1 if call.name in {"addmm", "baddbmm", "addmv"} else 0
         return call.args[first], call.args[first + 1]
 
     def _on_tensor_cores(self, call: OpCall) -> bool:
@@ -264,7 +271,7 @@ class Noise:
 # ---------------------------------------------------------------------------------------------------
 # What aten's ops are
 
-_MATMULS = frozenset({"mm", "bmm", "addmm", "baddbmm", "_scaled_mm", "convolution"})
+_MATMULS = MATMULS | {"convolution"}
 _ONE_ROUNDING = op_names(
     "add sub mul div add_ sub_ mul_ div_ rsub square reciprocal sqrt rsqrt square_ sqrt_ rsqrt_ reciprocal_"
 )
@@ -284,13 +291,13 @@ def _is_saved(call: OpCall, tensor: Tensor) -> bool:
 def _matmul_length(call: OpCall) -> int:
     if call.name == "convolution":
         return int(call.args[1][0].numel())
-    return int(call.args[1 if call.name in {"addmm", "baddbmm"} else 0].shape[-1])
+    return int(call.args[1 if call.name in {"addmm", "baddbmm", "addmv"} else 0].shape[-1])
 
 
 def _reduction_length(call: OpCall, result: Tensor) -> float:
     """How many terms an opaque op sums into each of its results; 1 when it does not shrink anything."""
     if call.name.startswith("nll_loss") and "backward" not in call.name:
-        return call.args[1].numel() / max(1, result.numel())
+        return float(call.args[1].numel() / max(1, result.numel()))
     largest = max((t.numel() for t in call.tensors() if t.is_floating_point()), default=0)
     return max(1.0, largest / max(1, result.numel()))
 
@@ -313,11 +320,13 @@ def _row_length(call: OpCall) -> float:
 
 
 def _matmul_scale(call: OpCall, result: Tensor) -> _Scale:
-    first = 1 if call.name in {"addmm", "baddbmm"} else 0
+    first = 1 if call.name in {"addmm", "baddbmm", "addmv"} else 0
     a, b = call.args[first], call.args[first + 1]
-    rows, columns = _peaks(a, -1), _peaks(b, -2)
+    rows, columns = _peaks(a, -1), _peaks(b, -2 if b.dim() > 1 else -1)
     # float32 is plenty for a scale; dividing by the peaks keeps the squares in its range
     product = (a / rows).float().square_() @ (b / columns).float().square_()
+    if b.dim() == 1:
+        rows, columns = rows.squeeze(-1), columns.squeeze(-1)
     squares = product.to(WIDE).mul_(rows.square()).mul_(columns.square())
     if call.name == "_scaled_mm":
         squares = squares * (call.args[2] * call.args[3]).square()
@@ -385,7 +394,7 @@ def _index_put_scale(call: OpCall, result: Tensor) -> _Scale:
 
 
 _SCALES: dict[str, Callable[[OpCall, Tensor], _Scale]] = {
-    **dict.fromkeys(("mm", "bmm", "addmm", "baddbmm", "_scaled_mm"), _matmul_scale),
+    **dict.fromkeys(MATMULS, _matmul_scale),
     "convolution": _convolution_scale,
     **dict.fromkeys(("sum", "mean"), _sum_scale),
     **dict.fromkeys(("cumsum", "cumsum_"), _cumsum_scale),

@@ -102,10 +102,10 @@ class Oracle:
         return tuple(_as_tensor(value, _home(inputs)) for value in self._by_name(returned))
 
     def sample(
-        self, inputs: Sequence[Value], contract: Contract, seed: int, tape: Tape, *, wide: bool
+        self, inputs: Sequence[Value], contract: Contract, seed: int, tape: Tape, *, wide: bool, nearest: bool = False
     ) -> tuple[Tensor, ...]:
         """One Monte-Carlo sample of an honest low-precision run: float64 outputs before their final rounding."""
-        noise = Noise(contract, seed, io=io_dtype(_float_dtypes(inputs)), wide=wide, tape=tape)
+        noise = Noise(contract, seed, io=io_dtype(_float_dtypes(inputs)), wide=wide, tape=tape, nearest=nearest)
         return self._promoted_run(inputs, noise, tape).outputs
 
     def base(self, inputs: Sequence[Value], tape: Tape) -> OracleResult:
@@ -202,10 +202,10 @@ def _known_leak(run: _Run) -> str:
 def _quiet_torch(home: torch.device) -> Iterator[None]:
     """Compiled decorators run eagerly, and random draws leave the caller's generators as they were."""
     devices = [] if home.type == "cpu" else [home]
-    with (
-        torch.random.fork_rng(devices=devices, device_type="cpu" if home.type == "cpu" else home.type),
-        torch.compiler.set_stance("force_eager"),
-    ):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=devices, device_type=home.type if devices else "cuda"))
+        if "torch._dynamo" in sys.modules:  # nothing is compiled before it is imported, and importing it takes seconds
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield
 
 

@@ -59,7 +59,7 @@ DRAWS = op_names("""rand randn randint bernoulli bernoulli_ native_dropout rand_
 DISCONTINUOUS = op_names("""sort topk argmax argmin argsort floor ceil round trunc sign eq ne lt le gt ge bucketize searchsorted
     floor_divide remainder fmod kthvalue nonzero masked_select heaviside floor_ ceil_ round_ trunc_""")
 _SIDE_RESULTS_IN_FP32 = frozenset({"native_layer_norm", "native_group_norm", "native_batch_norm", "_fused_rms_norm"})
-MATMULS = frozenset({"mm", "bmm", "addmm", "baddbmm", "_scaled_mm"})
+MATMULS = op_names("mm bmm addmm baddbmm _scaled_mm mv addmv dot vdot")
 
 
 @dataclass
@@ -96,7 +96,7 @@ class Ledger:
         self, tensor: Tensor, declared: torch.dtype, *, grid: torch.dtype | None = None, given: bool = False
     ) -> Fact:
         storage = tensor.untyped_storage()
-        fact = Fact(StorageWeakRef(storage), declared, grid or declared, given=given)
+        fact = Fact(StorageWeakRef(storage), declared, grid or declared, given=given)  # type: ignore[no-untyped-call]
         self._facts[storage._cdata] = fact
         self._countdown -= 1
         if self._countdown == 0:
@@ -104,7 +104,7 @@ class Ledger:
         return fact
 
     def _forget_the_dead(self) -> None:
-        self._facts = {key: fact for key, fact in self._facts.items() if not fact.owner.expired()}
+        self._facts = {key: fact for key, fact in self._facts.items() if not fact.owner.expired()}  # type: ignore[no-untyped-call]
         self._countdown = max(64, len(self._facts))
 
     def declared(self, tensor: Tensor) -> torch.dtype:
@@ -211,11 +211,11 @@ class Events:
     draws: int = 0
 
 
-class Promotion(TorchDispatchMode):
+class Promotion(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Replace narrow floats by float64 in everything that is dispatched while active."""
 
     def __init__(self, perturbation: Perturbation | None = None, tape: Tape | None = None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.ledger = Ledger()
         self.events = Events()
         self.autocast_dtype: torch.dtype | None = None
