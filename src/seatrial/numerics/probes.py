@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 from torch import Tensor
 
-from seatrial.numerics.trace import REFUSALS, Fp64Reference, Trace, linear_slots, replaced
+from seatrial.numerics.trace import Fp64Reference, Trace, exact_outputs, linear_slots, replaced
 
 if TYPE_CHECKING:
     from seatrial.model import Value
@@ -44,7 +44,8 @@ TF32_OPERANDS = "tf32 operands"
 NOT_DETERMINED = "not determined"
 
 _CLOSE = 0.3  # a probe survives when the answer is within 30 % of exact: losing m altogether is 100 %
-_NEAR_SPAN = 8  # places within which the three terms of a near probe stand
+_NEAR_SPAN = 4  # places within which the three terms of a near probe stand
+_FAR_PARTS = ((0.0, 0.25), (0.4, 0.6), (0.75, 1.0))  # of the sum, for the three terms of a far probe
 _DISGUISE_PAIRS = 6  # ± pairs of small terms around a disguised probe
 _LEAST_TERMS = 3
 _MOST_ZEROED = 3  # other inputs set to zero one at a time, in search of uncoupled sums
@@ -352,11 +353,8 @@ def _ask(oracle: Fp64Reference, inputs: Sequence[Value], slot: int, value: Tenso
     """One output of the oracle, flat, in fp64 on the CPU; None where the reference refuses."""
     like = inputs[slot]
     assert isinstance(like, Tensor)
-    try:
-        values = oracle.run(replaced(inputs, slot, value.to(like.dtype).to(like.device))).values
-    except REFUSALS:
-        return None
-    return values[output].detach().reshape(-1).to("cpu", torch.float64)
+    values = exact_outputs(oracle, replaced(inputs, slot, value.to(like.dtype).to(like.device)))
+    return None if values is None else values[output].detach().reshape(-1).to("cpu", torch.float64)
 
 
 def _longest_sum(
@@ -544,12 +542,7 @@ def _three_places(pattern: str, n: int, rng: random.Random) -> tuple[int, int, i
     if pattern == "paired":
         first = rng.randrange(max(1, n // 2))
         return first, first + 1, rng.randrange(min(n - 1, first + 1 + max(1, n // 3)), n)
-    third = n / 3
-    return (
-        int(rng.random() * third),
-        min(n - 1, int((1 + rng.random()) * third)),
-        min(n - 1, int((2 + rng.random()) * third)),
-    )
+    return tuple(min(n - 1, int(n * rng.uniform(*part))) for part in _FAR_PARTS)  # type: ignore[return-value]
 
 
 def _disguise(n: int, taken: set[int], rng: random.Random) -> tuple[tuple[int, int, int], ...]:
@@ -660,9 +653,14 @@ def _least(bits: Iterable[int | None]) -> int | None:
 
 
 def _bisect(planned: Sum, batch: _Batch, kernel: _Kernel) -> list[tuple[int | None, str]]:
-    """Bits of each probe of the batch; every call tells all of them something."""
+    """Bits of each probe of the batch; every call tells all of them something.
+
+    The least k that loses m counts: beyond it, what the rounding of a non-dyadic term leaves behind
+    can pass for m by chance.
+    """
     largest = planned.largest_exponent
-    survived, lost = [0] * len(batch), [largest + 1] * len(batch)
+    survived: list[set[int]] = [{0} for _ in batch]
+    lost = [largest + 1] * len(batch)
     k = first = min(_FIRST_EXPONENT, largest)
     while True:
         answers = kernel.answer(_probe_values(planned.setting, batch, k))
@@ -670,17 +668,20 @@ def _bisect(planned: Sum, batch: _Batch, kernel: _Kernel) -> list[tuple[int | No
             return [(None, "the kernel gave no answer to this probe")] * len(batch)
         for number, probe in enumerate(batch):
             if abs(float(answers[probe.lane.element]) / (probe.exact * _large_and_small(k)[1]) - 1) < _CLOSE:
-                survived[number] = max(survived[number], k)
+                survived[number].add(k)
             else:
                 lost[number] = min(lost[number], k)
-        open_ends = [(s, n) for s, n in zip(survived, lost, strict=True) if n - s > 1 and n > first]
-        if not open_ends:
-            break
-        k = sum(open_ends[0]) // 2
-    return [
-        (None, "the answer is wrong even without swamping") if n <= first else (None if n > largest else s + 1, "")
-        for s, n in zip(survived, lost, strict=True)
-    ]
+        kept = [max(k for k in ks if k < end) for ks, end in zip(survived, lost, strict=True)]
+        undecided = [(s, n) for s, n in zip(kept, lost, strict=True) if n - s > 1 and n > first]
+        if not undecided:
+            return [_bits_or_why(s, n, first, largest) for s, n in zip(kept, lost, strict=True)]
+        k = sum(undecided[0]) // 2
+
+
+def _bits_or_why(kept: int, lost: int, first: int, largest: int) -> tuple[int | None, str]:
+    if lost <= first:
+        return None, "the answer is wrong even without swamping"
+    return (None if lost > largest else kept + 1), ""
 
 
 def _read_operands(planned: Sum, kernel: _Kernel, blank: ProbeReading) -> ProbeReading:

@@ -26,18 +26,32 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from seatrial.errors import InfrastructureError
+
 if TYPE_CHECKING:
     from seatrial.model import Value
 
-# What a PyTorch program raises when it does not want an input. Anything else is a bug of ours.
-REFUSALS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+# What a reference raises when it does not want an input, directly or through the oracle.
+REFUSALS = (
+    InfrastructureError,
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 
 
 class Fp64Values(Protocol):
-    """The outputs of one fp64 run, in declared order."""
+    """The outputs of one fp64 run, in declared order; `faithful` when nothing was rounded on the way."""
 
     @property
     def values(self) -> Sequence[Tensor]: ...
+
+    @property
+    def faithful(self) -> bool: ...
 
 
 class Fp64Reference(Protocol):
@@ -145,6 +159,15 @@ def linear_slots(
     return found
 
 
+def exact_outputs(oracle: Fp64Reference, inputs: Sequence[Value]) -> Sequence[Tensor] | None:
+    """Outputs in fp64; None where the reference refuses the inputs or its fp64 run is not one."""
+    try:
+        result = oracle.run(inputs)
+    except REFUSALS:
+        return None
+    return result.values if result.faithful else None
+
+
 def replaced(inputs: Sequence[Value], position: int, value: Value) -> list[Value]:
     """A copy of the list of inputs with one of them exchanged."""
     return [value if p == position else v for p, v in enumerate(inputs)]
@@ -158,10 +181,10 @@ def _linear_outputs(
     x, z = (_small_dyadic(slot, generator) for _ in range(2))
     runs = []
     for value in (x, z, 2 * x + z):
-        try:
-            runs.append(oracle.run(replaced(inputs, position, value.to(slot.dtype))).values)
-        except REFUSALS:
+        outputs = exact_outputs(oracle, replaced(inputs, position, value.to(slot.dtype).to(slot.device)))
+        if outputs is None:
             return ()
+        runs.append(outputs)
     return tuple(o for o, (a, b, c) in enumerate(zip(*runs, strict=True)) if _is_combination(a, b, c, tolerance))
 
 
