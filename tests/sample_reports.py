@@ -288,6 +288,10 @@ def empty() -> Report:
     return Report(seatrial="0.1.0", problem="", candidate="", verdict=Verdict.INCONCLUSIVE, headline="")
 
 
+def _changed(finding: Finding, **changes: object) -> Finding:
+    return Finding.model_validate({**dict(finding), **changes})
+
+
 def hostile() -> Report:
     """Every string that a candidate, a path or a problem may bring along, at its worst."""
     text = HOSTILE + LONG
@@ -306,7 +310,7 @@ def hostile() -> Report:
     )
     return Report(
         seatrial=text, problem=text, problem_path=text, candidate=text, candidate_path=text, verdict=Verdict.REJECTED, headline=text, grade=text,
-        findings=[finding, finding.model_copy(update={"check": text, "outcome": Outcome.LIMITED}), finding.model_copy(update={"outcome": Outcome.NOTED})],
+        findings=[finding, _changed(finding, check=text, outcome=Outcome.LIMITED), _changed(finding, outcome=Outcome.NOTED)],
         checks=[CheckRow(check=text, title=text, outcome=Outcome.FAILED, calls=1, seconds=1.0, summary=text)],
         limits=[text], oddities=[text], growth=[Growth(output=text, lever=text, points=[GrowthPoint(contributions=1, error=1.0, floor=0.5), GrowthPoint(contributions=9, error=2.0, floor=0.5)])],
         benchmark_rule=BenchmarkRule(name=text, passed=True, summary=text, rows=[BenchmarkRow(workload=text, axes={text: 3}, status=text, message=text)]),

@@ -204,21 +204,29 @@ def worst(reports: Sequence[Report]) -> Verdict:
     return next((verdict for verdict in _WORST_FIRST if verdict in verdicts), Verdict.INCONCLUSIVE)
 
 
+def overview(reports: Sequence[Report]) -> str:
+    """ "1 rejected, 2 accepted": how many candidates got which verdict, the worst first."""
+    verdicts = [report.verdict for report in reports]
+    present = [verdict for verdict in _WORST_FIRST if verdict in verdicts]
+    tally = ", ".join(f"{verdicts.count(verdict)} {words.VERDICT_WORDS[verdict].lower()}" for verdict in present)
+    return tally or "No candidate was audited"
+
+
 def view(report: Report, *, anchor: str = "candidate-1") -> ReportView:
     """The finished strings of one report."""
     checks = tuple(_check(row) for row in rows_with_findings(report))
-    titles = {row.check: words.one_line(row.title) for row in report.checks}
+    titles = {row.check: words.name(row.title) for row in report.checks}
     return ReportView(
         anchor=anchor,
-        candidate=words.one_line(report.candidate) or "(no name)",
+        candidate=words.name(report.candidate) or "(no name)",
         candidate_path=words.one_line(report.candidate_path),
-        problem=words.one_line(report.problem) or "(no name)",
+        problem=words.name(report.problem) or "(no name)",
         problem_path=words.one_line(report.problem_path),
         verdict=report.verdict.value,
         word=words.VERDICT_WORDS[report.verdict],
         headline=words.one_line(report.headline),
         tally=_tally(report),
-        grade=words.one_line(report.grade),
+        grade=words.name(report.grade),
         grade_words=words.GRADE_WORDS.get(report.grade, ""),
         objections=_findings(report, Outcome.FAILED, titles),
         limited=_findings(report, Outcome.LIMITED, titles),
@@ -232,12 +240,12 @@ def view(report: Report, *, anchor: str = "candidate-1") -> ReportView:
         growth=tuple(_growth(growth) for growth in report.growth if growth.points),
         trial=_trial(report.trial),
         environment=_pairs(report.environment),
-        seeds=tuple((words.one_line(name), str(seed)) for name, seed in report.seeds.items()),
-        policy=words.one_line(report.policy),
-        device=words.one_line(report.device),
+        seeds=tuple((words.name(name), str(seed)) for name, seed in report.seeds.items()),
+        policy=words.name(report.policy),
+        device=words.name(report.device),
         seconds=words.seconds(report.seconds),
         replay=words.plain(report.replay).strip(),
-        seatrial=words.one_line(report.seatrial),
+        seatrial=words.name(report.seatrial),
     )
 
 
@@ -278,7 +286,7 @@ def _sentences(lines: Sequence[str]) -> tuple[str, ...]:
 
 
 def _pairs(values: Mapping[str, object]) -> Pairs:
-    return tuple((words.one_line(str(key)), words.one_line(_said(value))) for key, value in values.items())
+    return tuple((words.name(str(key)), words.one_line(_said(value))) for key, value in values.items())
 
 
 def _said(value: object) -> str:
@@ -299,13 +307,13 @@ def _findings(report: Report, outcome: Outcome, titles: Mapping[str, str]) -> tu
 def _finding(number: int, finding: Finding, titles: Mapping[str, str]) -> FindingView:
     return FindingView(
         number=number,
-        check=words.one_line(finding.check),
-        title=titles.get(finding.check) or words.one_line(finding.check),
-        output=words.one_line(finding.output or ""),
+        check=words.name(finding.check),
+        title=titles.get(finding.check) or words.name(finding.check),
+        output=words.name(finding.output or ""),
         outcome=finding.outcome.value,
         word=words.OUTCOME_WORDS[finding.outcome],
         reason=words.one_line(finding.reason),
-        cause=words.one_line(finding.cause),
+        cause=words.name(finding.cause),
         where=_where(finding.where),
         measured=words.amount(finding.measured, finding.unit),
         allowed=words.amount(finding.allowed, finding.unit),
@@ -363,7 +371,7 @@ def _rule(rule: BenchmarkRule | None) -> RuleView | None:
         return None
     rows = tuple(_rule_row(row) for row in rule.rows)
     return RuleView(
-        name=words.one_line(rule.name),
+        name=words.name(rule.name),
         passed=rule.passed,
         word="PASSED" if rule.passed else "FAILED" if rows else "NOT RUN",
         tally=f"{sum(row.passed for row in rows)} of {words.count(len(rows), 'workload')}" if rows else "",
@@ -388,7 +396,7 @@ def _rule_row(row: BenchmarkRow) -> RuleRowView:
     return RuleRowView(
         workload=words.one_line(row.workload),
         axes=words.axes(row.axes),
-        status=words.one_line(row.status),
+        status=words.name(row.status),
         passed=row.status == "PASSED",
         matched=_ratio(row.matched_ratio),
         required=_ratio(row.required_matched_ratio),
@@ -413,8 +421,8 @@ def _tolerance(row: BenchmarkRow) -> str:
 
 def _check(row: CheckRow) -> CheckView:
     return CheckView(
-        check=words.one_line(row.check),
-        title=words.one_line(row.title) or words.one_line(row.check),
+        check=words.name(row.check),
+        title=words.name(row.title) or words.name(row.check),
         outcome=row.outcome.value,
         word=words.OUTCOME_WORDS[row.outcome],
         calls=str(row.calls),
@@ -427,7 +435,7 @@ def _check(row: CheckRow) -> CheckView:
 def _growth(growth: Growth) -> GrowthView:
     points = sorted(growth.points, key=lambda point: point.contributions)
     return GrowthView(
-        output=words.one_line(growth.output),
+        output=words.name(growth.output),
         lever=words.one_line(growth.lever),
         sentence=_growth_sentence(growth.exponent, points[-1]),
         rows=tuple(_growth_row(point) for point in points),
@@ -459,16 +467,22 @@ def _growth_sentence(exponent: float | None, last: GrowthPoint) -> str:
     return f"{end} Slope {exponent:.2f} on the log-log plot, where 0 is flat and 1 grows with every contribution."
 
 
+def _drawable(loss: float) -> bool:
+    # Beyond that the window's own arithmetic would overflow; no loss of a run that trains is near it.
+    return math.isfinite(loss) and abs(loss) < 1e30
+
+
 def loss_window(cells: Sequence[TrialCell]) -> tuple[float, float]:
     """The losses worth seeing: those of the honest runs, and half as much again for a candidate above them."""
     honest = [loss for cell in cells for curve in cell.curves if curve.run != "candidate" for loss in curve.losses]
     everything = [loss for cell in cells for curve in cell.curves for loss in curve.losses]
-    known = [loss for loss in honest if math.isfinite(loss)] or [loss for loss in everything if math.isfinite(loss)]
+    known = [loss for loss in honest if _drawable(loss)] or [loss for loss in everything if _drawable(loss)]
     if not known:
         return 0.0, 1.0
     low, high = min(known), max(known)
+    low -= (high - low) / 20  # a curve does not lie on the axis
     headroom = max((high - low) / 2, 1e-6 * abs(high), 1e-12)
-    highest = max(loss for loss in everything if math.isfinite(loss))
+    highest = max(loss for loss in everything if _drawable(loss))
     return low, min(max(high, highest), high + headroom) if highest > low else low + headroom
 
 
@@ -477,10 +491,9 @@ def _trial(trial: Trial | None) -> TrialView | None:
         return None
     optimizers = dict.fromkeys(cell.optimizer for cell in trial.cells)
     rows = tuple(
-        (words.one_line(name), tuple(_cell(cell) for cell in trial.cells if cell.optimizer == name))
-        for name in optimizers
+        (words.name(name), tuple(_cell(cell) for cell in trial.cells if cell.optimizer == name)) for name in optimizers
     )
-    verdicts = [words.one_line(cell.verdict) for cell in trial.cells]
+    verdicts = [words.name(cell.verdict) for cell in trial.cells]
     return TrialView(
         adapter=words.one_line(trial.adapter),
         model=words.one_line(trial.model),
@@ -500,9 +513,9 @@ def _cell(cell: TrialCell) -> CellView:
         ("most contributions to one row in a step", "" if cell.most_repeats is None else str(cell.most_repeats)),
     )
     return CellView(
-        data=words.one_line(cell.data),
-        optimizer=words.one_line(cell.optimizer),
-        verdict=words.one_line(cell.verdict),
+        data=words.name(cell.data),
+        optimizer=words.name(cell.optimizer),
+        verdict=words.name(cell.verdict),
         reason=words.one_line(cell.reason),
         facts=tuple((label, text) for label, text in facts if text),
         source=cell,

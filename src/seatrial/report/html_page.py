@@ -12,7 +12,7 @@ from markupsafe import Markup
 
 from seatrial.model import Growth, Report, TrialCell, Verdict
 from seatrial.report import words
-from seatrial.report.data import loss_window, views, worst
+from seatrial.report.data import loss_window, overview, views, worst
 from seatrial.report.plots import cell_svg, growth_svg
 from seatrial.report.templating import TEMPLATES, rendered
 
@@ -29,7 +29,7 @@ def text(reports: Sequence[Report]) -> str:
         reports=shown,
         title=_title(reports, verdict),
         verdict=verdict.value,
-        word=words.VERDICT_WORDS[verdict],
+        overview=overview(reports),
         styles=Markup("\n".join((TEMPLATES / name).read_text("utf-8") for name in ("style.css", "plot.css"))),
         draw_growth=_growth,
         draw_cell=_cell,
@@ -38,7 +38,7 @@ def text(reports: Sequence[Report]) -> str:
 
 
 def _title(reports: Sequence[Report], verdict: Verdict) -> str:
-    names = [words.one_line(report.candidate) for report in reports]
+    names = [words.name(report.candidate) for report in reports]
     subject = names[0] if len(names) == 1 else words.count(len(names), "candidate")
     return words.shortened(f"{words.VERDICT_WORDS[verdict]}: {subject} · seatrial", 120)
 

@@ -62,12 +62,13 @@ class Note:
 
 @dataclass(frozen=True)
 class Line:
-    """One curve: an SVG path, the dots on it, and crosses where it stops being a number."""
+    """One curve: an SVG path, dots on it, crosses where it stops being a number, arrows where it leaves."""
 
     css: str
     path: str
     dots: tuple[tuple[float, float], ...] = ()
     crosses: tuple[tuple[float, float], ...] = ()
+    arrows: tuple[tuple[float, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class Plot:
 # ---------------------------------------------------------------------------------------------------
 # Error growth
 
-_GROWTH = Frame(width=400, height=290, left=56, right=18, top=34, bottom=52)
+_GROWTH = Frame(width=370, height=280, left=52, right=20, top=36, bottom=50)
 
 
 def growth_svg(growth: Growth, *, alone: bool = True) -> str:
@@ -137,10 +138,13 @@ def _log_axis(values: Sequence[float]) -> tuple[Callable[[float], float], list[i
 
 
 def _decades(values: Sequence[float]) -> tuple[Callable[[float], float], list[int]]:
-    low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
-    high = max(high, low + 2)  # a flat line stands in a picture high enough to look flat
-    step = 1 + (high - low) // 7
-    return (lambda value: (math.log10(value) - low) / (high - low)), list(range(low, high + 1, step))
+    """A log axis with room for a name below the lowest line, high enough for a flat line to look flat."""
+    low, high = math.log10(min(values)) - 0.4, math.log10(max(values)) + 0.15
+    high = max(high, low + 2)
+    step = 1 + int(high - low) // 7
+    return (lambda value: (math.log10(value) - low) / (high - low)), list(
+        range(math.ceil(low), math.floor(high) + 1, step)
+    )
 
 
 def _growth_labels(candidate: Sequence[tuple[float, float]], floor: Sequence[tuple[float, float]]) -> list[Note]:
@@ -167,8 +171,9 @@ def _growth_axes() -> list[Note]:
 # ---------------------------------------------------------------------------------------------------
 # Training
 
-_CELL = Frame(width=340, height=208, left=40, right=14, top=40, bottom=28)
+_CELL = Frame(width=340, height=214, left=38, right=14, top=46, bottom=28)
 _TITLE_LETTERS = 40
+_TONES = {"agrees": "of-kernel", "drifts": "of-candidate", "diverges": "of-candidate", "masked": "of-mark"}
 
 
 def training_picture_svg(trial: Trial) -> str:
@@ -185,6 +190,7 @@ def training_picture_svg(trial: Trial) -> str:
             "y": legend + row * (block[1] + gap),
             "name": words.shortened(f"{words.one_line(cell.data)} · {words.one_line(cell.optimizer)}", _TITLE_LETTERS),
             "verdict": words.shortened(words.one_line(cell.verdict), _TITLE_LETTERS),
+            "tone": _TONES.get(cell.verdict, ""),
             "plot": cell_plot(cell, window),
         }
         for row, cells in enumerate(rows)
@@ -208,29 +214,53 @@ def cell_plot(cell: TrialCell, window: tuple[float, float]) -> Plot:
     def at(step: int, loss: float) -> tuple[float, float]:
         return frame.across(step / last), frame.upwards((loss - low) / (high - low))
 
-    order = {"reference": 0, "control": 1}
-    curves = sorted(cell.curves, key=lambda curve: order.get(curve.run, 2))
-    ticks = [Tick(frame.across(share), _short_count(round(share * last))) for share in (0, 0.5, 1)]
+    # The candidate is the broadest line and lies lowest: where all agree, all can still be seen.
+    order = {"reference": 1, "control": 2}
+    curves = sorted(cell.curves, key=lambda curve: order.get(curve.run, 0))
+    ticks = [Tick(frame.across(step / last), _short_count(step)) for step in sorted({0, last // 2, last})]
     return Plot(
         frame=frame,
         title=f"Loss by step, {words.shortened(words.one_line(cell.data), 60)}, {words.shortened(words.one_line(cell.optimizer), 60)}",
-        lines=tuple(_loss_line(curve, at) for curve in curves),
+        lines=tuple(_loss_line(curve, window, at) for curve in curves),
         x_ticks=_spaced(ticks),
         y_ticks=tuple(Tick(at(0, loss)[1], f"{loss:.3g}") for loss in _round_losses(low, high)),
-        notes=(Note(4, 14, "loss"), *_cell_notes(cell, last)),
+        notes=(Note(4, 14, "loss"), Note(2, frame.height - 10, "step"), *_cell_notes(cell, last)),
         mark=None if cell.first_step is None else frame.across(min(1.0, max(0.0, cell.first_step / last))),
     )
 
 
-def _loss_line(curve: Curve, at: Callable[[int, float], tuple[float, float]]) -> Line:
-    """The curve up to its first loss that is no number; there it ends in a cross."""
+def _loss_line(curve: Curve, window: tuple[float, float], at: Callable[[int, float], tuple[float, float]]) -> Line:
+    """The curve up to its first loss that is no number; there it ends in a cross.
+
+    Where it leaves the window it goes out through the top, with an arrow, and is not drawn until it is back.
+    """
     css = curve.run if curve.run in ("reference", "control", "candidate") else "candidate"
     end = _first_not_finite(curve)
-    points = [at(step, loss) for step, loss in enumerate(curve.losses[:end])]
-    if end is None:
-        return Line(css, _path(_thinned(points)))
-    cross = points[-1] if points else (at(0, 0.0)[0], _CELL.upwards(0.5))
-    return Line(css, _path(_thinned(points)), crosses=(cross,))
+    losses = curve.losses[:end]
+    crosses = () if end is None else (at(end - 1, losses[-1]) if losses else (at(0, 0.0)[0], _CELL.upwards(0.5)),)
+    stretches, arrows = [], []
+    for first, after in _visible_stretches(losses, window[1]):
+        stretches.append(_path(_thinned([at(step, losses[step]) for step in range(first, after)])))
+        if losses[after - 1] > window[1]:
+            arrows.append(at(after - 1, losses[after - 1]))
+    if losses and not stretches:
+        arrows.append(at(0, losses[0]))
+    return Line(css, " ".join(stretches), crosses=crosses, arrows=tuple(arrows))
+
+
+def _visible_stretches(losses: Sequence[float], top: float) -> list[tuple[int, int]]:
+    """Ranges of steps whose every piece of curve has an end at or below the top."""
+    if len(losses) == 1:
+        return [(0, 1)]
+    stretches: list[tuple[int, int]] = []
+    for step in range(len(losses) - 1):
+        if min(losses[step], losses[step + 1]) > top:
+            continue
+        if stretches and stretches[-1][1] == step + 1:
+            stretches[-1] = (stretches[-1][0], step + 2)
+        else:
+            stretches.append((step, step + 2))
+    return stretches
 
 
 def _first_not_finite(curve: Curve) -> int | None:
@@ -243,7 +273,7 @@ def _cell_notes(cell: TrialCell, last: int) -> Iterable[Note]:
         share = min(1.0, max(0.0, cell.first_step / last))
         anchor = "start" if share < 0.5 else "end"
         x = _CELL.across(share) + (-3 if anchor == "start" else 3)
-        yield Note(x, 34, f"outside from step {cell.first_step}", anchor, "of-mark")
+        yield Note(x, 32, f"outside from step {cell.first_step}", anchor, "of-mark")
     ends = [
         (end, curve)
         for curve in cell.curves

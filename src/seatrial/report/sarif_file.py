@@ -35,6 +35,7 @@ def text(reports: Sequence[Report]) -> str:
         "tool": {"driver": driver},
         "columnKind": "unicodeCodePoints",
         "invocations": [_invocation(reports)],
+        "properties": {"candidates": [_candidate(report) for report in reports]},
         "results": [result for report in reports for result in _results(report, places)],
     }
     return json.dumps({"$schema": SCHEMA, "version": "2.1.0", "runs": [run]}, indent=2, ensure_ascii=False) + "\n"
@@ -50,6 +51,14 @@ def _invocation(reports: Sequence[Report]) -> dict[str, Any]:
         "executionSuccessful": verdict is not Verdict.INCONCLUSIVE,
         "exitCode": verdict.exit_code(),
         "exitCodeDescription": words.VERDICT_WORDS[verdict],
+    }
+
+
+def _candidate(report: Report) -> dict[str, str]:
+    return {
+        "name": words.one_line(report.candidate),
+        "verdict": report.verdict.value,
+        "headline": words.one_line(report.headline),
     }
 
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup, escape
 
 TEMPLATES = Path(__file__).parent / "templates"
 
 
 @cache
 def _environment() -> Environment:
-    return Environment(
+    environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
         autoescape=True,  # whatever a file is called
         undefined=StrictUndefined,  # a misspelt name is an error, not an empty place
@@ -21,6 +23,14 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
+    environment.filters["breakable"] = breakable
+    return environment
+
+
+def breakable(text: str) -> Markup:
+    """A name or path that may break after its joints; what is copied from the page stays the same."""
+    # Joints are sought in the escaped text: an entity has none.
+    return Markup(re.sub(r"([_/\\:])(?=[^\s_/\\:])", r"\1<wbr>", str(escape(text))))
 
 
 def rendered(template: str, **values: Any) -> str:

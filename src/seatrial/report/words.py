@@ -18,6 +18,7 @@ from seatrial.model import Outcome, Verdict
 _HIDDEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ufffe\uffff\ud800-\udfff]"
 )
+_NAME = 160  # characters of a name; longer ones are nobody's name
 _LONGEST = 20_000  # characters of one text; a page stays a page even when a candidate prints a novel
 
 VERDICT_WORDS = {
@@ -82,7 +83,12 @@ def amount(value: float | None, unit: str) -> str:
     """A number with its unit; what is not finite has none."""
     if value is None or not math.isfinite(value):
         return number(value)
-    return f"{number(value)} {one_line(unit)}".strip()
+    return f"{number(value)} {name(unit)}".strip()
+
+
+def name(text: str) -> str:
+    """A name or label: one line, and short enough to stand beside others."""
+    return shortened(one_line(text), _NAME)
 
 
 def shortened(text: str, length: int) -> str:
@@ -108,7 +114,7 @@ def count(things: int, singular: str, plural: str = "") -> str:
 
 def axes(sizes: Mapping[str, int]) -> str:
     """ "vocab 32000, rows 4096"."""
-    return ", ".join(f"{one_line(name)} {size}" for name, size in sizes.items())
+    return ", ".join(f"{name(axis)} {size}" for axis, size in sizes.items())
 
 
 def listing(values: Sequence[object]) -> str:
