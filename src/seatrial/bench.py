@@ -92,9 +92,7 @@ class Bench:
 
     def _open(self) -> Session:
         if self._session is None:
-            self._session = self._server.open(
-                self.candidate, device=self.study.device.name, policy=self.study.policy
-            )
+            self._session = self._server.open(self.candidate, device=self.study.device.name, policy=self.study.policy)
             if self._session.loaded.ran is Ran.TIMED_OUT:
                 self.deaths.append(self._session.loaded)
         return self._session

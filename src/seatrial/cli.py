@@ -101,7 +101,15 @@ def check(
     """Judge one or more candidates: exit 0 accepted, 1 rejected, 3 inconclusive, 2 usage."""
     outputs = {"json": json, "html": html, "markdown": markdown, "junit": junit, "sarif": sarif, "traces": traces}
     reports = _verify(
-        problem, candidates, entry_point, device, policy, seed, tuple(only or ()), tuple(skip or ()), fail_fast=fail_fast
+        problem,
+        candidates,
+        entry_point,
+        device,
+        policy,
+        seed,
+        tuple(only or ()),
+        tuple(skip or ()),
+        fail_fast=fail_fast,
     )
     _show(reports)
     _write(reports, outputs)

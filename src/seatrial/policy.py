@@ -36,7 +36,18 @@ QUICK = Policy(
     load_timeout_s=60.0, call_timeout_s=30.0, budget_s=120.0,
 )  # fmt: skip
 STANDARD = Policy()
-DEEP = replace(STANDARD, name="deep", workloads=16, seeds=4, samples=8, sizes=12, probes=6, growth=8, trial_seeds=3, budget_s=3600.0)
+DEEP = replace(
+    STANDARD,
+    name="deep",
+    workloads=16,
+    seeds=4,
+    samples=8,
+    sizes=12,
+    probes=6,
+    growth=8,
+    trial_seeds=3,
+    budget_s=3600.0,
+)
 
 POLICIES = {p.name: p for p in (QUICK, STANDARD, DEEP)}
 KNOBS = tuple(f.name for f in fields(Policy))

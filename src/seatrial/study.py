@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -18,14 +18,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from seatrial.errors import InfrastructureError
 from seatrial.inputs.recipes import Recipe, recipes
 from seatrial.inputs.sizes import other_sizes
-from seatrial.model import Candidate, OutputSlot, Problem, SourceFile, Value, Workload
+from seatrial.model import Candidate, Growth, OutputSlot, Problem, SourceFile, Value, Workload
 from seatrial.policy import Policy
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from seatrial.devices.base import Device
-    from seatrial.numerics.envelope import Envelope, OutputReport
+    from seatrial.numerics.envelope import Envelope, Graded
+    from seatrial.numerics.compare import OutputReport
     from seatrial.numerics.oracle import Oracle
     from seatrial.numerics.probes import Fingerprint, ProbePlan
     from seatrial.numerics.trace import Trace
@@ -261,7 +262,7 @@ class Study:
 
     @staticmethod
     def _dtype(name: str) -> Any:
-        from seatrial.numerics.dtypes import torch_dtype
+        from seatrial.formats.dtypes import torch_dtype
 
         return torch_dtype(name)
 
@@ -270,15 +271,36 @@ class Study:
         placed = [self.device.to_device(t) for t in outputs]
         return self.envelope(case, contract).judge(placed, groups=self.contribution_groups(case))
 
-    def native_reports(self, case: Case, contract: str = "TC") -> tuple[OutputReport, ...] | None:
-        """The native reference judged like a candidate; None where it does not run on this machine."""
-        return self._cached(("native reports", contract, case.key), lambda: self._judge_native(case, contract))
+    def native_falls_short(self, case: Case) -> bool:
+        """True when the native reference itself fails the honest floor of this case."""
+        return self._cached(("native falls short", case.key), lambda: self._judge_native(case))
 
-    def _judge_native(self, case: Case, contract: str) -> tuple[OutputReport, ...] | None:
-        native = self._native_or_none(case)
-        if native is None:
-            return None
-        return self.envelope(case, contract).judge(native, groups=self.contribution_groups(case))
+    def _judge_native(self, case: Case) -> bool:
+        try:
+            return any(r.passed is False for r in self.judge(case, self.native(case)))
+        except InfrastructureError:
+            return False
+
+    def excuses(self, case: Case, outputs: Sequence[Tensor]) -> list[bool]:
+        """Per output: its roundings are bounded and no looser than those of a native reference that falls short."""
+        from seatrial.numerics.envelope import no_worse_than
+
+        native, candidate = self.graded(case, self.native(case)), self.graded(case, outputs)
+        return [no_worse_than(_only(native, i), _only(candidate, i)) for i in range(len(candidate.grades))]
+
+    def graded(self, case: Case, outputs: Sequence[Tensor]) -> Graded:
+        """The tightest contract that explains each output of this case."""
+        from seatrial.numerics.envelope import grade_outputs
+
+        return grade_outputs(
+            self.oracle,
+            self.placed(self.inputs(case)),
+            [self.device.to_device(t) for t in outputs],
+            samples=self.policy.samples,
+            seed=self.seed_for("envelope", *case.key),
+            dtypes=[self._dtype(s.dtype) for s in self.problem.outputs],
+            groups=self.contribution_groups(case),
+        )
 
     def exact(self, case: Case) -> tuple[Tensor, ...]:
         """The oracle's values of a case; tensors on the CPU. Raises OracleUnavailable."""
@@ -295,24 +317,28 @@ class Study:
             return False
         return True
 
-    def contribution_groups(self, case: Case) -> Mapping[int, Tensor]:
-        """Output position -> how many inputs were summed into each row, where an index input says so."""
+    def contribution_groups(self, case: Case) -> dict[str, dict[str, Tensor]]:
+        """Output name -> label per row by how many inputs were summed into it, where an index input says so."""
         import torch
 
-        groups: dict[int, Tensor] = {}
+        from seatrial.numerics.envelope import contribution_deciles
+
+        groups: dict[str, dict[str, Tensor]] = {}
         slots = self.slots(case.workload)
         for position, spec in enumerate(self.problem.inputs):
-            bound = self.trace.index_ranges.get(spec.name)
-            if bound is None or spec.name not in self.trace.levers:
-                continue
-            ids = self.inputs(case)[position]
+            ids, bound = self.inputs(case)[position], self.trace.index_ranges.get(spec.name, 0)
             if not isinstance(ids, torch.Tensor) or ids.numel() == 0 or int(ids.min()) < 0:
                 continue
-            counts = torch.bincount(ids.reshape(-1).long(), minlength=bound)
-            for out, slot in enumerate(slots):
-                if slot.shape and slot.shape[0] == counts.numel() == bound:
-                    groups[out] = self.device.to_device(counts)
+            for out in self.trace.levers.get(spec.name, ()):
+                shape = slots[out].shape or (0,)
+                if shape[0] == bound and int(ids.max()) < bound:
+                    counts = torch.bincount(ids.reshape(-1).long(), minlength=bound)
+                    groups[slots[out].name] = {"contributions": self.device.to_device(contribution_deciles(counts))}
         return groups
+
+    def growth(self, kernel: Callable[[Sequence[Value]], tuple[Tensor, ...] | None]) -> tuple[Growth, ...]:
+        """Error against the number of contributions, per output that has a lever."""
+        return ()
 
     # -- the control --------------------------------------------------------------------------------
 
@@ -341,6 +367,11 @@ class Study:
         while len(self._cache) > 1 and sum(size for _, size in self._cache.values()) > CACHE_BYTES:
             self._cache.popitem(last=False)
         return value
+
+
+def _only(graded: Graded, i: int) -> Graded:
+    one = slice(i, i + 1)
+    return replace(graded, names=graded.names[one], grades=graded.grades[one], reports=graded.reports[one])
 
 
 def _bytes_of(value: Any) -> int:
@@ -385,4 +416,6 @@ def reference_boundary(call: Callable[[], T], doing: str) -> T:
         raise
     except Exception as error:  # noqa: BLE001 - foreign code: anything may come, and all of it means the same
         words = str(error).strip().splitlines()
-        raise ReferenceUnusable(f"{doing} failed: {type(error).__name__}: {words[0] if words else 'no message'}") from error
+        raise ReferenceUnusable(
+            f"{doing} failed: {type(error).__name__}: {words[0] if words else 'no message'}"
+        ) from error

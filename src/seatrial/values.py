@@ -14,7 +14,7 @@ from seatrial.errors import InfrastructureError
 from seatrial.model import CallRecord, Finding, Outcome
 
 if TYPE_CHECKING:
-    from seatrial.numerics.envelope import OutputReport, TestResult
+    from seatrial.numerics.compare import OutputReport, TestResult
     from seatrial.study import Case, Study
 
 
@@ -90,16 +90,11 @@ def _passes(study: Study, case: Case, record: CallRecord, contract: str) -> bool
 
 
 def _judge_call(study: Study, case: Case, record: CallRecord) -> list[Judged]:
-    from seatrial.numerics.envelope import no_worse_than
-
     reports = study.judge(case, record.outputs)
-    if all(r.passed is not False for r in reports):
-        return [Judged(case, r) for r in reports]
-    native = study.native_reports(case)
-    return [
-        Judged(case, r, excused=bool(r.passed is False and native and no_worse_than(native[i], r)))
-        for i, r in enumerate(reports)
-    ]
+    excused = [False] * len(reports)
+    if any(r.passed is False for r in reports) and study.native_falls_short(case):
+        excused = study.excuses(case, record.outputs)
+    return [Judged(case, r, excused=e and r.passed is False) for r, e in zip(reports, excused, strict=True)]
 
 
 def _conclude(study: Study, check: str, output: str, judged: Sequence[Judged]) -> Finding:
@@ -130,7 +125,9 @@ def _objection(study: Study, check: str, output: str, worst: Judged, bad: int, t
     report = worst.report
     reason = f"`{output}` is wrong beyond rounding in {bad} of {total} cases: {test.words}"
     if report.got is not None and report.expected is not None:
-        reason += f"; worst element {list(report.worst_index or ())}: got {report.got:.6g}, expected {report.expected:.6g}"
+        reason += (
+            f"; worst element {list(report.worst_index or ())}: got {report.got:.6g}, expected {report.expected:.6g}"
+        )
     return failed(
         check,
         reason,

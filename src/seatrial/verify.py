@@ -250,7 +250,9 @@ def _limits(study: Study, findings: Sequence[Finding], options: Options) -> list
     limits = [f.reason for f in findings if f.outcome is Outcome.LIMITED]
     left = len(study.problem.workloads) - len(study.audited)
     if left > 0:
-        limits.append(f"{left} of {len(study.problem.workloads)} declared workloads are not audited under policy {study.policy.name}")
+        limits.append(
+            f"{left} of {len(study.problem.workloads)} declared workloads are not audited under policy {study.policy.name}"
+        )
     if options.only or options.skip:
         limits.append("only some checks were run (--only / --skip), so the verdict speaks for those alone")
     if not study.device.name.startswith("cuda"):

@@ -73,5 +73,9 @@ _INPUTS = "import torch\n\ndef make(seed):\n    return {'x': torch.randn(8, 16, 
 
 ACCEPTS = Example(_REFERENCE, _INPUTS, "import os\n\ndef run(x):\n    y = x * 2\n    return y\n")
 REJECTS = Example(
-    _REFERENCE, _INPUTS, "import os\n\ndef run(x):\n    os.abort()\n    return y\n", because="did not return", also=("*",)
+    _REFERENCE,
+    _INPUTS,
+    "import os\n\ndef run(x):\n    os.abort()\n    return y\n",
+    because="did not return",
+    also=("*",),
 )

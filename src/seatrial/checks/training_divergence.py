@@ -24,10 +24,10 @@ TITLE = "a training run stays in the honest band"
 
 def plan(study: Study) -> Sequence[Job] | NotApplicable:
     """One job: the whole matrix."""
-    from seatrial.trials import find_adapter
-
     if not study.policy.trial:
         return NotApplicable(f"policy {study.policy.name} runs no training trial")
+    from seatrial.trials import find_adapter
+
     if find_adapter(study.problem) is None:
         return NotApplicable("no training adapter fits this problem's inputs and outputs")
     return (Job("training matrix", ()),)

@@ -26,9 +26,7 @@ TITLE = "values on declared inputs, fresh seeds"
 def plan(study: Study) -> Sequence[Job] | NotApplicable:
     """Every audited workload with every fresh seed."""
     draws = range(2, 2 + study.policy.seeds)
-    return tuple(
-        Job(f"workload {w.uuid}", tuple(study.case(w, draw=d) for d in draws)) for w in study.audited
-    )
+    return tuple(Job(f"workload {w.uuid}", tuple(study.case(w, draw=d) for d in draws)) for w in study.audited)
 
 
 def observe(bench: Bench, job: Job) -> Evidence:
