@@ -18,7 +18,9 @@ from torch import Generator, Tensor
 from torch.overrides import TorchFunctionMode
 
 from seatrial.errors import ProblemError
+from seatrial.formats import sol_names
 from seatrial.formats.dtypes import declared_shape, is_packed_fp4, torch_dtype
+from seatrial.formats.sol_names import Rule
 from seatrial.model import TensorSpec, Value
 
 Make = Callable[[tuple[int, ...], torch.dtype, Generator], Tensor]
@@ -33,18 +35,6 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 # Midpoints between neighbours of the E2M1 grid 0, 0.5, 1, 1.5, 2, 3, 4, 6, and whether a magnitude
 # exactly on the midpoint goes up to the even code.
 FP4_MIDPOINTS = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False))
-
-_NORM_PREFIX = r"(?:.*_norm|.*layernorm|.*norm\d+)"
-_NORM_WEIGHT = re.compile(rf"norm_weight|{_NORM_PREFIX}_weight")
-_NORM_BIAS = re.compile(rf"norm_bias|{_NORM_PREFIX}_bias")
-_WEIGHT_MATRIX = re.compile(r"(?:weight|.*_(?:weights?|projs?|proj_weights?|weight_matrix))\d*")
-_POSITIVE = re.compile(r"(?:rstd|std|variance|var|.*_(?:rstd|std|var))\d*|.*_variance")
-_CAUSAL_NAMES = ("attention_mask", "causal_mask")
-_BINARY_NAMES = ("x_mask", "text_mask", "aspect_ratio_mask", "drop_mask", "attention_mask")
-_BINARY_WORDS = ("binary", "{0, 1}", "0 or 1", "1.0 for valid", "0.0 for masked")
-_COSINES = ("cos", "cos_cached", "rope_cos")
-_SINES = ("sin", "sin_cached", "rope_sin")
-_SOFTMAXED = ("attn_weights", "attention_weights", "routing_weights")
 
 
 def draw_random(spec: TensorSpec, sizes: dict[str, int], generator: Generator, *, op_type: str = "") -> Value:
@@ -66,48 +56,12 @@ def rule_for(spec: TensorSpec, shape: tuple[int, ...]) -> Make:
     dtype = torch_dtype(spec.dtype)
     if not dtype.is_floating_point or dtype in FP8 or is_packed_fp4(spec.dtype):
         return _by_type
-    return _by_name(spec.name, shape, spec.description.lower()) or _by_type
+    return _by_name(spec.name, shape, spec.description) or _by_type
 
 
-def is_pinned_norm(spec: TensorSpec) -> str | None:
-    """ "ones" or "zeros" when the rules give this tensor one constant value, else None."""
-    if (
-        not spec.dtype.startswith(("float", "bfloat"))
-        or spec.dtype.startswith(("float8", "float4"))
-        or spec.shape is None
-    ):
-        return None
-    if _NORM_WEIGHT.fullmatch(spec.name):
-        return "ones"
-    return "zeros" if _NORM_BIAS.fullmatch(spec.name) else None
-
-
-def _by_name(name: str, shape: tuple[int, ...], words: str) -> Make | None:
-    if _NORM_WEIGHT.fullmatch(name):
-        return _ones
-    if _NORM_BIAS.fullmatch(name):
-        return _zeros
-    if _is_causal_mask(name, shape, words):
-        return _causal_mask
-    if name in _BINARY_NAMES or (name.endswith("_mask") and any(word in words for word in _BINARY_WORDS)):
-        return _binary_mask
-    if name in _COSINES or name in _SINES:
-        return _cosine if name in _COSINES else _sine
-    if _POSITIVE.fullmatch(name):
-        return _positive
-    if name in _DECAYS:
-        return _DECAYS[name]
-    if name in _SOFTMAXED or ("softmax" in words and "output" in words):
-        return _probabilities
-    if len(shape) >= 2 and _WEIGHT_MATRIX.fullmatch(name):
-        return _weight_matrix
-    return None
-
-
-def _is_causal_mask(name: str, shape: tuple[int, ...], words: str) -> bool:
-    if len(shape) < 2 or shape[-1] != shape[-2]:
-        return False
-    return name in _CAUSAL_NAMES or ("attention mask" in words and "causal" in words)
+def _by_name(name: str, shape: tuple[int, ...], description: str) -> Make | None:
+    rule = sol_names.rule(name, shape, description)
+    return None if rule is None else _MAKERS[rule]
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -183,11 +137,20 @@ def _weight_matrix(shape: tuple[int, ...], dtype: torch.dtype, generator: Genera
     return _normal(shape, dtype, generator) / math.sqrt(max(shape[-1], 1))
 
 
-_DECAYS: dict[str, Make] = {
-    "A_cumsum": _cumulated_decay,
-    "A_log": _uniform(-5.0, -1.0),
-    "A": _uniform(-1.0, -0.001),
-    "g": _uniform(-5.0, 0.0),
+_MAKERS: dict[Rule, Make] = {
+    Rule.ONES: _ones,
+    Rule.ZEROS: _zeros,
+    Rule.CAUSAL_MASK: _causal_mask,
+    Rule.BINARY_MASK: _binary_mask,
+    Rule.COSINE: _cosine,
+    Rule.SINE: _sine,
+    Rule.POSITIVE: _positive,
+    Rule.CUMULATED_DECAY: _cumulated_decay,
+    Rule.LOG_DECAY: _uniform(-5.0, -1.0),
+    Rule.DECAY: _uniform(-1.0, -0.001),
+    Rule.GATE: _uniform(-5.0, 0.0),
+    Rule.PROBABILITIES: _probabilities,
+    Rule.WEIGHT_MATRIX: _weight_matrix,
 }
 
 
@@ -247,6 +210,9 @@ class OnDevice(TorchFunctionMode):
         kwargs = kwargs or {}
         if getattr(func, "__name__", "") == "cuda" and args and isinstance(args[0], Tensor):
             return args[0].to(self._device)
+        if func is torch.device:
+            made = func(*args, **kwargs)
+            return self._device if made.type == "cuda" else made
         return func(*map(self._moved, args), **{name: self._moved(value) for name, value in kwargs.items()})
 
     def _moved(self, value: Any) -> Any:

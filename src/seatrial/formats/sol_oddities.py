@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from pydantic import BaseModel
 
 from seatrial.errors import ProblemError
-from seatrial.formats import sol_schema
+from seatrial.formats import sol_names, sol_schema
 from seatrial.formats.dtypes import RESOLUTION, declared_shape
 from seatrial.model import TensorSpec, Value, Workload
 
@@ -140,13 +140,10 @@ def _identical(first: Value, second: Value) -> bool:
 
 
 def _pinned_norms(definition: sol_schema.Definition, written: Sequence[sol_schema.WrittenWorkload]) -> Iterable[str]:
-    from seatrial.formats.sol_inputs import is_pinned_norm
-
     for name, tensor in definition.inputs.items():
-        shape = None if tensor.shape is None else tuple(tensor.shape)
-        pinned = is_pinned_norm(TensorSpec(name, shape, tensor.dtype))
-        if pinned and any(_is_random(line, name) for line in written):
-            yield f"'{name}' is always all {pinned} in the benchmark, so a kernel that ignores it passes there"
+        value = None if tensor.shape is None else sol_names.pinned(name, tensor.dtype)
+        if value and any(_is_random(line, name) for line in written):
+            yield f"'{name}' is always all {value} in the benchmark, so a kernel that ignores it passes there"
 
 
 def _is_random(line: sol_schema.WrittenWorkload, name: str) -> bool:
