@@ -53,7 +53,8 @@ _MAX_TEXT = 8192
 _MAX_ITEMS = 64
 _GUARD_BYTES = 512  # on both sides of a destination; keeps the alignment of a fresh CUDA allocation
 _GUARD = 0xC3
-_LAYOUT_SLACK = 4096
+_POISONED_BYTES, _MOST_BLOCKS = 1 << 18, 96  # of freed memory per output that is left behind on purpose
+_ALIGNMENT_BYTES = 128
 _MALLOPT_MMAP_MAX, _MALLOPT_TRIM_THRESHOLD = -4, -1
 
 
@@ -306,15 +307,21 @@ def _blobs(answer: dict[str, Any], outputs: Sequence[Tensor], echoed: Sequence[_
 
 
 def _leave_poison_behind(slots: Sequence[dict[str, Any]], poison: float | None, device: Device) -> None:
-    """Blocks of the outputs' sizes are filled and freed: memory that a kernel gets but does not write shows it."""
+    """Blocks of the outputs' sizes are filled and freed: memory that a kernel gets but does not write shows it.
+
+    Exact on CUDA. The CPU's allocator asks for more room than a tensor needs, in order to align it, and has
+    many holes for a small one; so several blocks are left, the more the smaller they are. Blocks below some
+    hundred bytes may still come from elsewhere.
+    """
     blocks = []
     for slot in slots:
         dtype = dtype_named(slot["dtype"])
         count = torch.Size(slot["shape"] or ()).numel()
-        for size in (count, count + _LAYOUT_SLACK):
-            block = torch.empty(size, dtype=dtype, device=device.name)
-            fill_with(block, poison)
-            blocks.append(block)
+        many = min(max(2, _POISONED_BYTES // (count * dtype.itemsize + 1)), _MOST_BLOCKS)
+        pattern = torch.empty(count + _ALIGNMENT_BYTES // dtype.itemsize, dtype=dtype, device=device.name)
+        fill_with(pattern, poison)
+        pattern = same_bits(pattern)
+        blocks += [pattern, *(pattern.clone() for _ in range(many)), pattern[:count].clone()]
     device.synchronise()
 
 
