@@ -58,7 +58,7 @@ def test_a_reporter_has_its_name_its_summary_and_its_page(kind: str) -> None:
 @pytest.mark.parametrize("report", ALL)
 def test_every_reporter_writes_every_report(kind: str, report: Report, tmp_path: Path) -> None:
     path = tmp_path / "new folder" / "report"
-    write([report], kind, path)
+    write(kind, [report], path)
     content = path.read_text("utf-8")
     assert content.endswith("\n") or (kind == "traces" and not report.benchmark_rule) or not content
     assert [file.name for file in path.parent.iterdir()] == ["report"]
@@ -85,14 +85,14 @@ def test_the_same_reports_give_the_same_text(kind: str) -> None:
 
 def test_an_unknown_report_names_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="json, html, markdown, junit, sarif, traces"):
-        write([origin()], "pdf", tmp_path / "x")
+        write("pdf", [origin()], tmp_path / "x")
 
 
 @pytest.mark.parametrize("bad", ["", "inside a file/x", "nul\x00byte", "a/" + "n" * 300])
 def test_a_path_that_cannot_be_written_is_a_usage_error_in_one_sentence(bad: str, tmp_path: Path) -> None:
     (tmp_path / "inside a file").write_text("")
     with pytest.raises(UsageError) as caught:
-        write([origin()], "json", f"{tmp_path}/{bad}")
+        write("json", [origin()], f"{tmp_path}/{bad}")
     assert "\n" not in str(caught.value)
     assert str(caught.value).endswith("give another path")
 
@@ -101,7 +101,7 @@ def test_a_failed_write_leaves_the_old_report_and_no_half_written_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "report.json"
-    write([accepted()], "json", path)
+    write("json", [accepted()], path)
     before = path.read_bytes()
 
     def disk_full(*_: object) -> Path:
@@ -109,7 +109,7 @@ def test_a_failed_write_leaves_the_old_report_and_no_half_written_one(
 
     monkeypatch.setattr(Path, "replace", disk_full)
     with pytest.raises(UsageError, match="No space left on device"):
-        write([origin()], "json", path)
+        write("json", [origin()], path)
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
 
@@ -118,7 +118,7 @@ def test_a_report_replaces_the_old_one_through_a_link_and_keeps_the_umask(tmp_pa
     target, link = tmp_path / "target.json", tmp_path / "link.json"
     target.write_text("old")
     link.symlink_to(target)
-    write([accepted()], "json", link)
+    write("json", [accepted()], link)
     assert link.is_symlink()
     assert json_file.read(target.read_text())[0].verdict is Verdict.ACCEPTED
     fresh = tmp_path / "by hand"
@@ -127,7 +127,7 @@ def test_a_report_replaces_the_old_one_through_a_link_and_keeps_the_umask(tmp_pa
 
 
 def test_a_device_is_written_to_and_not_replaced() -> None:
-    write([accepted()], "json", "/dev/null")
+    write("json", [accepted()], "/dev/null")
     assert stat.S_ISCHR(Path("/dev/null").stat().st_mode)
 
 
@@ -303,6 +303,14 @@ def test_a_failed_minimum_reads_at_least_and_a_failed_maximum_at_most() -> None:
     assert error.scale is not None
     assert error.scale.measured == 100
     assert error.scale.allowed == pytest.approx(100 * 0.0013 / 0.0584, abs=0.01)
+
+
+def test_the_cells_are_counted_in_a_sentence() -> None:
+    hidden, agreeing = view(origin()).trial, view(accepted()).trial
+    assert hidden is not None
+    assert agreeing is not None
+    assert hidden.tally == "diverges in 1, drifts in 1, is masked in 4 of 6 cells"
+    assert agreeing.tally == "agrees in 6 of 6 cells"
 
 
 def test_a_benchmark_rule_that_did_not_run_is_no_failure_of_the_candidate() -> None:

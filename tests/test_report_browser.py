@@ -56,7 +56,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All pages, written once."""
     path = tmp_path_factory.mktemp("pages")
     for name, makers in PAGES.items():
-        write([make() for make in makers], "html", path / f"{name}.html")
+        write("html", [make() for make in makers], path / f"{name}.html")
     return path
 
 
@@ -186,6 +186,17 @@ def test_no_text_is_cut_covered_or_spilt(browser: Chrome, folder: Path, name: st
 def test_all_text_stands_out_from_its_ground(browser: Chrome, folder: Path, name: str, scheme: str) -> None:
     look(browser, folder / f"{name}.html", DESK, scheme)
     assert asked(browser, _FAINT) == []
+
+
+def test_paper_is_white_at_night_too(browser: Chrome, folder: Path) -> None:
+    look(browser, folder / "origin.html", DESK, "dark")
+    media = {"media": "print", "features": [{"name": "prefers-color-scheme", "value": "dark"}]}
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+    try:
+        assert asked(browser, "return getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+        assert asked(browser, _FAINT) == []
+    finally:
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
 
 
 def test_day_and_night_differ(browser: Chrome, folder: Path) -> None:

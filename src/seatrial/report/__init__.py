@@ -26,7 +26,7 @@ REPORTERS: dict[str, Reporter] = {
 }
 
 
-def write(reports: Sequence[Report], kind: str, path: str | Path) -> None:
+def write(kind: str, reports: Sequence[Report], path: str | Path) -> None:
     """Write one report file, whole or not at all; missing folders are made.
 
     UsageError, in one sentence, when `kind` is unknown or the path cannot be written.

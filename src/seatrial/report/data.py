@@ -464,7 +464,7 @@ def _growth_sentence(exponent: float | None, last: GrowthPoint) -> str:
     end = f"At {words.count(last.contributions, 'contribution')} the error is {words.number(last.error)}{beside}."
     if exponent is None or not math.isfinite(exponent):
         return end
-    return f"{end} Slope {exponent:.2f} on the log-log plot, where 0 is flat and 1 grows with every contribution."
+    return f"{end} On log-log axes that is a slope of {exponent:.2f}, where 0 is flat and 1 is in proportion."
 
 
 def _drawable(loss: float) -> bool:
@@ -493,15 +493,21 @@ def _trial(trial: Trial | None) -> TrialView | None:
     rows = tuple(
         (words.name(name), tuple(_cell(cell) for cell in trial.cells if cell.optimizer == name)) for name in optimizers
     )
-    verdicts = [words.name(cell.verdict) for cell in trial.cells]
     return TrialView(
         adapter=words.one_line(trial.adapter),
         model=words.one_line(trial.model),
         seconds=words.seconds(trial.seconds),
         rows=rows,
-        tally=", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in dict.fromkeys(verdicts)),
+        tally=_cells_tally([words.name(cell.verdict) for cell in trial.cells]),
         source=trial,
     )
+
+
+def _cells_tally(verdicts: Sequence[str]) -> str:
+    """ "diverges in 1, masked in 5 of 6 cells"."""
+    told = {"masked": "is masked", "not verified": "is not verified"}
+    parts = [f"{told.get(verdict, verdict)} in {verdicts.count(verdict)}" for verdict in dict.fromkeys(verdicts)]
+    return f"{', '.join(parts)} of {words.count(len(verdicts), 'cell')}" if parts else ""
 
 
 def _cell(cell: TrialCell) -> CellView:
