@@ -35,9 +35,10 @@ def problem_from_callables(
     """A problem from a reference and a function that makes its inputs.
 
     `inputs` takes a seed (int), a torch.Generator (a parameter named `generator`, or annotated as one)
-    or nothing, and returns a dict, a tuple, a list or one tensor; nothing means that it draws from the
-    global random stream, which is seeded for it. The reference is called with the inputs positionally and runs once here, on the
-    CPU, to learn the outputs. Raises ProblemError when either fails or returns something else.
+    or nothing, and returns a dict, a tuple, a list or one tensor; one that takes nothing draws from the
+    global random stream, which is seeded for it. The reference is called with the inputs positionally
+    and runs once here, on the CPU, to learn the outputs. Raises ProblemError when either fails or
+    returns something else.
     """
     draw = PlainDraw(inputs, _parameter_names(reference))
     workload = Workload("inputs", {}, {})

@@ -142,7 +142,7 @@ def _ladder(listed: list[int], rng: random.Random) -> Iterator[int]:
         1,
         largest + 1,
         primes[-1],
-        *(rng.sample(between, min(2, len(between)))),
+        *rng.sample(between, min(1, len(between))),
         3 * largest // 2 + 1,
         largest - 1,
         smallest - 1,

@@ -1,0 +1,493 @@
+"""Roles, recipes and sizes: what may be changed, what a change keeps, and what it is meant to bring about."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from seatrial.errors import ProblemError
+from seatrial.formats import load_problem
+from seatrial.inputs.domain import are_free_ids, is_structured, keep_domain
+from seatrial.inputs.recipes import Recipe, recipes
+from seatrial.inputs.roles import Role, roles
+from seatrial.inputs.sizes import elements, find_relations, other_sizes
+from seatrial.model import InputRule, Problem, TensorSpec, Value, Workload
+
+SAMPLES = Path(__file__).parent / "samples" / "sol_execbench"
+VOCAB = 100
+
+
+def declared(seed: int) -> dict[str, Value]:
+    """One input of every kind that a recipe might be tempted to touch."""
+    g = torch.Generator().manual_seed(seed)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g)
+
+    return {
+        "x": randn(40, 74).bfloat16(),
+        "grad_output": randn(40, 74),
+        "weight": randn(74, 74),
+        "norm_weight": torch.ones(74),
+        "token_ids": torch.randint(0, VOCAB, (40, 8), generator=g),
+        "cu_seqlens": torch.arange(0, 41, 8),
+        "kv_cache": randn(4, 16).to(torch.float8_e4m3fn),
+        "probs": torch.softmax(randn(40, 16), -1),
+        "gate": torch.sigmoid(randn(40, 16)),
+        "decay": -torch.rand(40, 16, generator=g),
+        "attn_mask": torch.where(randn(8, 8) > 0, 0.0, float("-inf")),
+        "keep": randn(40) > 0,
+        "rstd": randn(40).abs() + 0.1,
+        "cos": torch.cos(randn(40, 8)),
+        "w_scale": torch.rand(40, generator=g) + 0.5,
+        "running": torch.rand(4, 32, generator=g).cumsum(-1),
+        "eps": 1e-6,
+        "softcap": 50.0,
+        "alpha": 2.0,
+        "count": 3,
+        "causal": True,
+    }
+
+
+UNTOUCHED = (
+    "weight",
+    "cu_seqlens",
+    "attn_mask",
+    "keep",
+    "rstd",
+    "cos",
+    "w_scale",
+    "running",
+    "count",
+    "causal",
+)
+
+
+def problem_of(draw: Callable[[int], Mapping[str, Value]], **more: Any) -> Problem:
+    sample = draw(0)
+    specs = tuple(
+        TensorSpec(n, tuple(map(str, v.shape)), str(v.dtype).removeprefix("torch."))
+        if isinstance(v, Tensor)
+        else TensorSpec(n, None, {bool: "bool", int: "int64", float: "float32"}[type(v)])
+        for n, v in sample.items()
+    )
+    settings: dict[str, Any] = {
+        "workloads": (Workload("w", {}, {n: InputRule("random") for n in sample}),),
+        "sizes": lambda axes: dict(axes),
+        "outputs": (TensorSpec("y", ("4",), "float32"),),
+        "draw": lambda workload, seed, device: dict(draw(seed)),
+    }
+    return Problem(
+        name="p",
+        format="test",
+        inputs=specs,
+        reference=lambda *a: a[0],
+        description="norm backward",
+        **{**settings, **more},
+    )
+
+
+PROBLEM = problem_of(declared)
+RANGES = {"token_ids": VOCAB}
+ALL = {recipe.name: recipe for recipe in recipes(PROBLEM, RANGES)}
+
+
+def tensor(values: Mapping[str, Value], name: str) -> Tensor:
+    value = values[name]
+    assert isinstance(value, Tensor)
+    return value
+
+
+def applied(name: str, seed: int = 3) -> dict[str, Value]:
+    return ALL[name].apply(declared(1), seed)
+
+
+# ---------------------------------------------------------------------------------------------------
+# Roles
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "role"),
+    [
+        ("x", "bfloat16", Role.ACTIVATION),
+        ("hidden_states", "bfloat16", Role.ACTIVATION),
+        ("residual", "float32", Role.ACTIVATION),
+        ("logits", "float32", Role.ACTIVATION),
+        ("q_weight", "bfloat16", Role.WEIGHT),
+        ("gate_proj", "bfloat16", Role.WEIGHT),
+        ("bias", "float32", Role.WEIGHT),
+        ("packed", "float4_e2m1", Role.WEIGHT),
+        ("q_norm_weight", "bfloat16", Role.NORM_WEIGHT),
+        ("input_layernorm_weight", "float32", Role.NORM_WEIGHT),
+        ("rmsnorm_weight", "float32", Role.NORM_WEIGHT),
+        ("norm1_bias", "float32", Role.NORM_WEIGHT),
+        ("grad_output", "bfloat16", Role.GRADIENT),
+        ("grad_hidden_states", "bfloat16", Role.GRADIENT),
+        ("dout", "float32", Role.GRADIENT),
+        ("dy", "float32", Role.GRADIENT),
+        ("token_ids", "int64", Role.TOKEN_IDS),
+        ("input_ids", "int32", Role.TOKEN_IDS),
+        ("labels", "int64", Role.TOKEN_IDS),
+        ("kv_indptr", "int32", Role.INDICES),
+        ("cu_seqlens", "int32", Role.INDICES),
+        ("block_table", "int32", Role.INDICES),
+        ("topk_ids", "int64", Role.INDICES),
+        ("expert_ids", "int64", Role.INDICES),
+        ("mystery", "int32", Role.INDICES),
+        ("position_ids", "int64", Role.POSITION),
+        ("freqs_cos", "bfloat16", Role.POSITION),
+        ("attention_mask", "float32", Role.MASK),
+        ("keep", "bool", Role.MASK),
+        ("attn_mask", "int64", Role.MASK),
+        ("rstd", "float32", Role.STATISTICS),
+        ("running_var", "float32", Role.STATISTICS),
+        ("lse", "float32", Role.STATISTICS),
+        ("w_scale", "float32", Role.SCALE),
+        ("x_scales", "float8_e4m3fn", Role.SCALE),
+        ("ssm_state", "float32", Role.STATE),
+        ("k_cache", "bfloat16", Role.STATE),
+        ("exp_avg", "float32", Role.STATE),
+    ],
+)
+def test_names_and_types_say_the_role(name: str, dtype: str, role: Role) -> None:
+    problem = Problem(
+        "p", "test", (TensorSpec(name, ("4", "4"), dtype),), (), (), lambda: 0, lambda *a: {}, lambda axes: {}
+    )
+    assert roles(problem)[name] is role
+
+
+def test_a_traced_index_is_an_id_unless_its_name_says_it_addresses_something() -> None:
+    problem = problem_of(lambda seed: {"mystery": torch.zeros(4).long(), "page_index": torch.zeros(4).long()})
+    assert roles(problem)["mystery"] is Role.INDICES
+    assert roles(problem, {"mystery": 9, "page_index": 9}) == {"mystery": Role.TOKEN_IDS, "page_index": Role.INDICES}
+
+
+def test_gamma_is_a_norm_weight_only_in_a_problem_that_normalises() -> None:
+    plain = problem_of(lambda seed: {"gamma": torch.ones(8)})
+    assert roles(plain)["gamma"] is Role.NORM_WEIGHT
+    assert roles(replace(plain, description="retention"))["gamma"] is Role.ACTIVATION
+
+
+# ---------------------------------------------------------------------------------------------------
+# What every recipe keeps
+
+
+def test_the_promised_recipes_are_offered_and_the_declared_draw_is_first() -> None:
+    assert next(iter(ALL)) == "declared"
+    promised = """uniform zipf one-id half-one-id common-sign scaled-up scaled-up-32 tiny shifted outlier-channels heavy-tail
+        heterogeneous one-sentinel nonunit-norm zero-rows tied absolute larger-eps smaller-eps smaller-cap"""
+    assert set(promised.split()) <= set(ALL)
+    assert len(ALL) == len(recipes(PROBLEM, RANGES)), "names are unique"
+
+
+@pytest.mark.parametrize("recipe", ALL.values(), ids=list(ALL))
+def test_a_recipe_keeps_form_domain_and_what_it_may_not_touch(recipe: Recipe) -> None:
+    before, copy = declared(1), declared(1)
+    after = recipe.apply(before, 5)
+    assert list(after) == list(before) and recipe.words
+    for name, value in after.items():
+        assert_same(before[name], copy[name], f"{recipe.name} wrote into {name}")
+        if not isinstance(value, Tensor):
+            assert type(value) is type(before[name])
+            continue
+        original = tensor(before, name)
+        assert value.shape == original.shape and value.dtype == original.dtype and value.is_contiguous()
+        if name != "attn_mask":
+            assert bool(value.double().isfinite().all()), f"{recipe.name} made {name} overflow"
+        if name in UNTOUCHED:
+            assert_same(value, original, f"{recipe.name} touched {name}")
+    ids, probs, gate = (tensor(after, n) for n in ("token_ids", "probs", "gate"))
+    assert int(ids.min()) >= 0 and int(ids.max()) < VOCAB
+    assert bool((probs >= 0).all())
+    assert torch.allclose(probs.sum(-1)[probs.sum(-1) > 0], torch.ones(()), atol=1e-3)
+    assert float(gate.min()) >= 0 and float(gate.max()) <= 1
+    assert float(tensor(after, "decay").max()) <= 0
+
+
+def assert_same(one: Value, other: Value, words: str) -> None:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        assert torch.equal(one.double(), other.double()), words
+    else:
+        assert one == other, words
+
+
+@pytest.mark.parametrize("recipe", ALL.values(), ids=list(ALL))
+def test_a_recipe_is_a_function_of_its_seed_and_only_declared_changes_nothing(recipe: Recipe) -> None:
+    first, again = recipe.apply(declared(1), 5), recipe.apply(declared(1), 5)
+    for name in first:
+        assert_same(first[name], again[name], f"{recipe.name} is not deterministic in {name}")
+    changed = [n for n, v in declared(1).items() if not same(v, first[n])]
+    assert bool(changed) == (recipe.name != "declared")
+
+
+def same(one: Value, other: Value) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one.double(), other.double())
+    return bool(one == other)
+
+
+# ---------------------------------------------------------------------------------------------------
+# What each recipe is for
+
+
+def test_id_recipes_concentrate_as_they_say() -> None:
+    def share(name: str) -> float:
+        ids = tensor(applied(name), "token_ids")
+        return float(ids.reshape(-1).bincount(minlength=VOCAB).max()) / ids.numel()
+
+    assert share("one-id") == 1.0
+    assert 0.4 < share("half-one-id") < 0.65 and 0.4 < share("hot-id") < 0.65
+    assert share("uniform") < 0.05 < share("zipf") < 0.4
+
+
+def test_zipf_falls_with_the_rank_and_the_seed_chooses_the_ids() -> None:
+    def draw(seed: int) -> dict[str, Value]:
+        return {"token_ids": torch.randint(0, 50, (20_000,), generator=torch.Generator().manual_seed(seed))}
+
+    zipf = {r.name: r for r in recipes(problem_of(draw), {"token_ids": 50})}["zipf"]
+    counts = [tensor(zipf.apply(draw(0), seed), "token_ids").bincount(minlength=50) for seed in (1, 2)]
+    ranked = counts[0].sort(descending=True).values.double()
+    assert float(ranked[0] / ranked[1]) == pytest.approx(2**1.1, rel=0.1)
+    assert int(counts[0].argmax()) != int(counts[1].argmax())
+
+
+def test_padding_ids_stay_where_they_are() -> None:
+    ids = torch.randint(0, 50, (200,), generator=torch.Generator().manual_seed(0))
+    ids[::10] = -100
+    one = {r.name: r for r in recipes(problem_of(lambda s: {"labels": ids}), {"labels": 50})}["one-id"]
+    changed = tensor(one.apply({"labels": ids}, 1), "labels")
+    assert bool((changed[::10] == -100).all()) and len(set(changed.tolist())) == 2
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        torch.arange(64).repeat_interleave(2),
+        torch.randperm(128),
+        torch.stack([torch.randperm(16)[:8] for _ in range(64)]),
+    ],
+    ids=["sorted", "permutation", "top-k without repeats"],
+)
+def test_indices_with_structure_get_no_id_recipe_and_free_ones_do(ids: Tensor) -> None:
+    bound = int(ids.max()) + 1
+    free = torch.randint(0, bound, ids.shape, generator=torch.Generator().manual_seed(0))
+    assert not are_free_ids(ids, bound) and are_free_ids(free, bound)
+    assert "one-id" not in {r.name for r in recipes(problem_of(lambda s: {"ids": ids}), {"ids": bound})}
+    assert "one-id" in {r.name for r in recipes(problem_of(lambda s: {"ids": free}), {"ids": bound})}
+
+
+def test_a_bound_that_is_a_var_axis_follows_it() -> None:
+    problem = Problem(
+        name="p",
+        format="test",
+        inputs=(TensorSpec("idx", ("n",), "int64"), TensorSpec("x", ("rows", "4"), "float32")),
+        outputs=(),
+        workloads=(Workload("w", {"n": 64, "rows": 32}, {}),),
+        reference=lambda *a: a[0],
+        draw=lambda w, seed, device: small,
+        sizes=lambda axes: dict(axes),
+        var_axes=("n", "rows"),
+    )
+    small: dict[str, Value] = {"idx": torch.randint(0, 4, (64,)), "x": torch.randn(4, 4)}
+    uniform = {r.name: r for r in recipes(problem, {"idx": 32})}["uniform"]
+    assert int(tensor(uniform.apply(small, 0), "idx").max()) < 4
+
+
+def test_scalings_are_exact_powers() -> None:
+    x = tensor(declared(1), "x")
+    assert torch.equal(tensor(applied("scaled-up"), "x"), x * 8)
+    assert torch.equal(tensor(applied("scaled-up-32"), "x"), x * 32)
+    assert torch.equal(tensor(applied("tiny"), "x"), x * 2.0**-10)
+
+
+def test_common_sign_goes_to_gradients_when_there_are_any() -> None:
+    after = applied("common-sign")
+    assert float(tensor(after, "grad_output").mean()) == pytest.approx(0.5, abs=0.1)
+    assert torch.equal(tensor(after, "x"), tensor(declared(1), "x"))
+    without = {"x": torch.randn(40, 8)}
+    plain = {r.name: r for r in recipes(problem_of(lambda s: without))}["common-sign"]
+    assert float((tensor(plain.apply(without, 0), "x") - without["x"]).mean()) == pytest.approx(0.5, abs=0.1)
+
+
+def test_heterogeneous_leaves_the_first_half_as_it_was() -> None:
+    before, after = tensor(declared(1), "grad_output"), tensor(applied("heterogeneous"), "grad_output")
+    assert torch.equal(after[:20], before[:20]) and torch.equal(after[20:], before[20:] * 8)
+
+
+def test_outlier_channels_are_every_37th() -> None:
+    ratio = tensor(applied("outlier-channels"), "grad_output") / tensor(declared(1), "grad_output")
+    hot = (ratio.mean(0) > 10).nonzero().flatten()
+    assert hot.numel() == 2 and int(hot[1] - hot[0]) == 37 and torch.allclose(ratio[:, hot], torch.tensor(50.0))
+
+
+def test_shifted_rows_have_means_of_several_sigma() -> None:
+    means = tensor(applied("shifted"), "grad_output").mean(-1)
+    assert float(means.abs().min()) > 3 and float(means.abs().max()) < 9
+    assert bool((means > 0).any()) and bool((means < 0).any())
+
+
+def test_one_sentinel_is_one_element_at_256_sigma() -> None:
+    before, after = tensor(declared(1), "grad_output"), tensor(applied("one-sentinel"), "grad_output")
+    assert int((before != after).sum()) == 1
+    assert float(after.max()) == pytest.approx(256, rel=0.05)
+    assert int(after.argmax()) != int(tensor(applied("one-sentinel", 4), "grad_output").argmax())
+
+
+def test_zero_rows_ties_signs_and_tails() -> None:
+    zero = (tensor(applied("zero-rows"), "x") == 0).all(-1)
+    assert int(zero.sum()) == 13
+    assert len(set(tensor(applied("tied"), "grad_output").flatten().tolist())) < 25
+    assert float(tensor(applied("absolute"), "grad_output").min()) >= 0
+    heavy = tensor(applied("heavy-tail"), "grad_output")
+    assert float(heavy.abs().max() / heavy.abs().median()) > 20
+
+
+def test_norm_weights_leave_one_and_hold_zero_and_minus_one() -> None:
+    weight = tensor(applied("nonunit-norm"), "norm_weight")
+    assert bool((weight == 0).any()) and bool((weight == -1).any()) and 0.7 < float(weight.std()) < 1.3
+
+
+def test_scalars_change_by_their_name() -> None:
+    assert applied("larger-eps")["eps"] == pytest.approx(1e-3) and applied("smaller-eps")["eps"] == pytest.approx(1e-9)
+    assert applied("smaller-cap")["softcap"] == 50 / 16
+    other = applied("other-scalars")
+    assert (other["alpha"], other["eps"], other["softcap"], other["count"]) == (1.5, 1e-6, 50.0, 3)
+
+
+def test_narrow_floats_saturate_instead_of_overflowing() -> None:
+    cache = tensor(applied("outlier-channels"), "kv_cache").float()
+    assert float(cache.abs().max()) > 30 and bool(cache.isfinite().all())
+    assert (
+        float(keep_domain(torch.tensor([1e9, 1.0]), torch.tensor([-1.0, 1.0]).to(torch.float8_e4m3fn)).float().max())
+        == 448
+    )
+
+
+def test_a_problem_without_changeable_inputs_has_only_the_declared_draw() -> None:
+    assert [r.name for r in recipes(problem_of(lambda s: {"keep": torch.ones(4).bool()}))] == ["declared"]
+
+
+def test_a_sample_that_cannot_be_drawn_leaves_the_recipes_in_place() -> None:
+    def refuse(workload: Workload, seed: int, device: str) -> dict[str, Value]:
+        raise ProblemError("not here")
+
+    assert len(recipes(replace(PROBLEM, draw=refuse), RANGES)) >= len(ALL)
+
+
+def test_blob_ids_stay_as_they_are() -> None:
+    def draw(seed: int) -> dict[str, Value]:
+        return {"token_ids": torch.randint(0, 9, (64,))}
+
+    rules = {"token_ids": InputRule("safetensors", path="p", tensor_key="k")}
+    assert len(recipes(problem_of(draw, workloads=(Workload("w", {}, rules),)), {"token_ids": 9})) == 1
+
+
+@pytest.mark.parametrize(
+    ("structured", "free"),
+    [
+        (torch.ones(16), torch.ones(16).index_fill(0, torch.tensor([3]), 1.5)),
+        (torch.tensor([0.0, 1, 1, 0, 1]), torch.tensor([0.0, 1, 1, 0, 0.9])),
+        (torch.tensor([0.0, float("-inf")]).repeat(8), torch.tensor([0.5, float("-inf"), 0.1]).repeat(8)),
+        (torch.linspace(0.1, 0.9, 16), torch.linspace(0.1, 0.9, 16).flip(0).roll(3)),
+    ],
+    ids=["constant", "whole numbers", "mask", "monotone"],
+)
+def test_structure_is_told_from_values(structured: Tensor, free: Tensor) -> None:
+    assert is_structured(structured) and not is_structured(free)
+
+
+# ---------------------------------------------------------------------------------------------------
+# Sizes
+
+
+def sized(listed: list[dict[str, int]], *, resizable: bool = True) -> Problem:
+    axes = tuple(listed[0])
+    return Problem(
+        name="p",
+        format="test",
+        inputs=(TensorSpec("x", axes, "float32"),),
+        outputs=(TensorSpec("y", axes[:1], "float32"),),
+        workloads=tuple(Workload(str(i), a, {"x": InputRule("random")}) for i, a in enumerate(listed)),
+        reference=lambda x: x,
+        draw=lambda w, seed, device: {},
+        sizes=even_only,
+        var_axes=axes,
+        resizable=resizable,
+    )
+
+
+def even_only(axes: Mapping[str, int]) -> dict[str, int]:
+    if axes.get("even", 0) % 2:
+        raise ProblemError("odd")
+    return dict(axes)
+
+
+def test_sizes_are_new_distinct_below_the_ceiling_and_follow_the_seed() -> None:
+    listed = [{"rows": n, "columns": m} for n, m in ((8, 64), (8, 128), (64, 64), (128, 256))]
+    problem = sized(listed)
+    found = other_sizes(problem, count=12, seed=1, ceiling_elements=20_000)
+    sizes = [tuple(w.axes.values()) for w in found]
+    assert len(set(sizes)) == len(found) == 12 and not {tuple(a.values()) for a in listed} & set(sizes)
+    assert all(elements(problem, w.axes) <= 20_000 and w.inputs == problem.workloads[0].inputs for w in found)
+    rows, columns = ({w.axes[axis] for w in found} for axis in ("rows", "columns"))
+    assert {1, 9} <= rows and {1, 65} <= columns, "one, and one more than listed"
+    assert other_sizes(problem, count=12, seed=1, ceiling_elements=20_000) == found
+    assert other_sizes(problem, count=4, seed=1, ceiling_elements=20_000) == found[:4]
+
+
+def test_a_larger_size_than_any_listed_is_among_the_first() -> None:
+    found = other_sizes(sized([{"rows": n} for n in (32, 64, 128)]), count=6, seed=0, ceiling_elements=1 << 20)
+    assert {33, 1, 129, 193} <= {w.axes["rows"] for w in found}
+
+
+def test_sizes_that_do_not_resolve_are_left_out() -> None:
+    found = other_sizes(sized([{"even": 8}, {"even": 64}]), count=6, seed=0, ceiling_elements=1 << 20)
+    assert found and all(w.axes["even"] % 2 == 0 for w in found)
+
+
+def test_no_sizes_for_a_problem_that_cannot_be_resized_or_has_no_room() -> None:
+    listed = [{"rows": 8}, {"rows": 64}]
+    assert other_sizes(sized(listed, resizable=False), count=6, seed=0, ceiling_elements=1 << 20) == ()
+    assert other_sizes(sized(listed), count=6, seed=0, ceiling_elements=0) == ()
+
+
+@pytest.mark.parametrize(
+    ("points", "kept"),
+    [
+        ([(1, 2), (4, 5), (9, 10)], True),
+        ([(1, 2), (4, 8)], True),
+        ([(2, 5), (4, 9), (7, 15)], True),
+        ([(2, 5), (4, 9)], False),
+        ([(1, 2), (4, 5), (9, 11)], False),
+        ([(1, 2), (1, 3)], False),
+        ([(1, 7), (4, 7), (9, 7)], False),
+        ([(4, 4)], True),
+        ([(4, 9)], False),
+    ],
+)
+def test_relations_between_listed_sizes(points: list[tuple[int, int]], *, kept: bool) -> None:
+    relations = find_relations(("batch", "indptr"), [{"batch": b, "indptr": i} for b, i in points])
+    assert bool(relations) == kept
+    found = other_sizes(
+        sized([{"batch": b, "indptr": i} for b, i in points]), count=8, seed=0, ceiling_elements=1 << 20
+    )
+    assert found
+    if kept:
+        relation = relations["indptr"]
+        assert all(w.axes["indptr"] == relation.length(w.axes["batch"]) for w in found)
+
+
+def test_sample_problems_have_recipes_and_sizes_that_the_reference_accepts() -> None:
+    problem = load_problem(SAMPLES / "custom_ids")
+    found = other_sizes(problem, count=3, seed=0, ceiling_elements=1 << 16)
+    for workload in found:
+        for recipe in recipes(problem, {"ids": 256}):
+            inputs = recipe.apply(problem.draw(workload, 1, "cpu"), 2)
+            assert tuple(problem.reference(*inputs.values()).shape) == (256, 8)
+    assert len(found) == 3
