@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from seatrial.devices import pick
 from seatrial.model import CallRecord, Candidate, OutputSlot, Ran, SourceFile
 from seatrial.policy import Policy
 from seatrial.workers.process import ForkServer, Session
@@ -42,15 +43,15 @@ def server() -> Iterator[ForkServer]:
         yield running
 
 
-def candidate(source: str, *, dps: bool = False, **more: str) -> Candidate:
-    """`more` are further source files, "__" standing for the dot."""
+def candidate(source: str, more: Sequence[tuple[str, str]] = (), *, dps: bool = False) -> Candidate:
+    """`more` are further source files: path and text."""
     files = [SourceFile("kernel.py", textwrap.dedent(source).replace("NAP", repr(NAP)))]
-    files += [SourceFile(name.replace("__", "."), textwrap.dedent(text)) for name, text in more.items()]
+    files += [SourceFile(path, text) for path, text in more]
     return Candidate("c", ("pytorch",), "kernel.py::run", dps, tuple(files))
 
 
-def opened(server: ForkServer, source: str, *, policy: Policy = POLICY, dps: bool = False, **more: str) -> Session:
-    return server.open(candidate(source, dps=dps, **more), device="cpu", policy=policy)
+def opened(server: ForkServer, source: str, *, policy: Policy = POLICY, dps: bool = False) -> Session:
+    return server.open(candidate(source, dps=dps), device="cpu", policy=policy)
 
 
 def once(
@@ -446,9 +447,9 @@ def test_sources_shadow_nothing_and_reach_each_other(server: ForkServer) -> None
             return torch.tensor([float(helper.two()), float(three + same.two())])
     """
     names = ("torch", "secrets", "random", "json", "numpy", "seatrial")
-    files = {f"{name}__py": bad for name in names}
-    files |= {"helper__py": "def two(): return 2", "pack/inner__py": "three = 3"}
-    with opened(server, source, **files) as session:
+    files = [(f"{name}.py", bad) for name in names]
+    files += [("helper.py", "def two(): return 2"), ("pack/inner.py", "three = 3")]
+    with server.open(candidate(source, files), device="cpu", policy=POLICY) as session:
         assert session.loaded.ran is Ran.RETURNED, session.loaded
         assert session.call([], [TWO]).outputs[0].tolist() == [2.0, 5.0]
 
@@ -793,3 +794,108 @@ def _wait_until(holds: object, seconds: float = 10.0) -> None:
     while not holds():  # type: ignore[operator]
         assert time.monotonic() < give_up
         time.sleep(0.02)
+
+
+# --- CUDA ------------------------------------------------------------------------------------------
+
+gpu = pytest.mark.skipif(pick("auto").name == "cpu", reason="needs a CUDA device")
+COPY = OutputSlot("y", (1024,), "float32")
+
+TRITON = """
+    import torch, triton, triton.language as tl
+    @triton.jit
+    def double(x, y, n, BLOCK: tl.constexpr):
+        at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        tl.store(y + at, tl.load(x + at, mask=at < n) * 2, mask=at < n)
+    def run(x):
+        y = torch.empty_like(x)
+        double[(triton.cdiv(x.numel(), 256),)](x, y, x.numel(), BLOCK=256)
+        return y
+"""
+
+
+def on_gpu(server: ForkServer, source: str, *, dps: bool = False) -> Session:
+    return server.open(candidate(source, dps=dps), device="cuda:0", policy=replace(POLICY, memory_mib=8192))
+
+
+@gpu
+@pytest.mark.gpu
+def test_a_triton_kernel_runs_confined_and_its_compile_is_paid_once(server: ForkServer) -> None:
+    x = torch.rand(1024)
+    seconds = []
+    for _ in range(2):
+        with on_gpu(server, TRITON) as session:
+            record = session.call([x], [COPY], timeout_s=60)
+            assert record.usable, record
+            assert torch.equal(record.outputs[0], x * 2)
+            assert record.facts["patched"] == record.facts["threads_started"] == record.facts["flags_changed"] == []
+            seconds.append(record.seconds)
+    assert seconds[1] < seconds[0]
+
+
+@gpu
+@pytest.mark.gpu
+def test_work_left_on_another_stream_shows_as_poison_and_lag(server: ForkServer) -> None:
+    source = """
+        import torch
+        side, big = torch.cuda.Stream(), torch.rand(8192, 8192, device='cuda')
+        def run(x):
+            y = torch.empty_like(x)
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(10): big @ big
+                y.copy_(x)
+            JOIN
+            return y
+    """
+    for join in ("pass", "torch.cuda.current_stream().wait_stream(side)"):
+        with on_gpu(server, source.replace("JOIN", join)) as session:
+            session.call([torch.rand(1024)], [COPY])  # the first product loads its library
+            record = session.call([torch.rand(1024)], [COPY])
+            assert record.usable, record
+            assert bool(torch.isnan(record.outputs[0]).any()) == (join == "pass")
+            assert (record.facts["stream_lag_s"] > 1e-3) == (join == "pass")
+
+
+@gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("dps", [True, False])
+def test_what_a_cuda_kernel_does_not_write_shows_poison(server: ForkServer, *, dps: bool) -> None:
+    source = "def run(x, y): pass\n" if dps else "import torch\ndef run(x): return torch.empty(1024, device='cuda')\n"
+    with on_gpu(server, source, dps=dps) as session:
+        record = session.call([torch.rand(1024)], [COPY], poison=77.0)
+        assert record.usable and bool((record.outputs[0] == 77.0).all()), record
+
+
+@gpu
+@pytest.mark.gpu
+def test_a_ruined_context_is_a_crash_and_the_next_child_is_healthy(server: ForkServer) -> None:
+    source = TRITON.replace("tl.load(x + at", "tl.load(x + at + 1000000000000")
+    with on_gpu(server, source) as session:
+        record = session.call([torch.rand(1024)], [COPY], timeout_s=60)
+        assert record.ran is Ran.CRASHED and "context is lost" in record.error, record
+        assert not session.alive
+    with on_gpu(server, TRITON) as session:
+        assert session.call([torch.rand(1024)], [COPY], timeout_s=60).usable
+
+
+@gpu
+@pytest.mark.gpu
+def test_cuda_memory_exhaustion_is_told_and_survived(server: ForkServer) -> None:
+    source = "import torch\ndef run(n): return torch.empty(int(n) << 30, dtype=torch.uint8, device='cuda')[:8].view(torch.float32)\n"
+    with on_gpu(server, source) as session:
+        assert session.call([1 << 20], [TWO]).ran is Ran.OUT_OF_MEMORY
+        assert session.call([1], [TWO]).usable
+
+
+@gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", DTYPES)
+def test_every_dtype_crosses_to_the_gpu_and_back(server: ForkServer, name: str) -> None:
+    dtype = dtype_named(name)
+    raw = torch.randint(0, 2 if name == "bool" else 256, (8 * dtype.itemsize,), dtype=torch.uint8)
+    view = raw.view(dtype).as_strided((2, 3), (1, 2), 1)
+    with on_gpu(server, "def run(x):\n    print(x.device, x.stride(), x.storage_offset())\n    return x\n") as session:
+        record = session.call([view], [OutputSlot("y", (2, 3), name)], echo=True)
+        assert record.usable, record
+        assert record.printed == "cuda:0 (1, 2) 1\n" and bits(record.outputs[0]) == bits(view)

@@ -317,7 +317,7 @@ def _leave_poison_behind(slots: Sequence[dict[str, Any]], poison: float | None, 
     for slot in slots:
         dtype = dtype_named(slot["dtype"])
         count = torch.Size(slot["shape"] or ()).numel()
-        many = min(max(2, _POISONED_BYTES // (count * dtype.itemsize + 1)), _MOST_BLOCKS)
+        many = min(_POISONED_BYTES // (count * dtype.itemsize + 1), _MOST_BLOCKS)
         pattern = torch.empty(count + _ALIGNMENT_BYTES // dtype.itemsize, dtype=dtype, device=device.name)
         fill_with(pattern, poison)
         pattern = same_bits(pattern)
