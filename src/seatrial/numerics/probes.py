@@ -46,15 +46,19 @@ NOT_DETERMINED = "not determined"
 _CLOSE = 0.3  # a probe survives when the answer is within 30 % of exact: losing m altogether is 100 %
 _NEAR_SPAN = 4  # places within which the three terms of a near probe stand
 _FAR_PARTS = ((0.0, 0.25), (0.4, 0.6), (0.75, 1.0))  # of the sum, for the three terms of a far probe
-_DISGUISE_PAIRS = 6  # ± pairs of small terms around a disguised probe
+_DISGUISE_PAIRS = 4  # ± pairs of small terms around a disguised probe
 _LEAST_TERMS = 3
+_ENOUGH_PLACEMENTS = 6  # without a loss on so many, the order of summation is no excuse
 _MOST_ZEROED = 3  # other inputs set to zero one at a time, in search of uncoupled sums
 _MOST_LANES = 16  # sums probed side by side in one call
 _ENOUGH_LANES = 6  # more than this is no reason to go on looking
 _LARGE_SLOT = 2**24  # elements above which an oracle run is too dear for that many
 _STAGNATION_COUNTS = (255, 256, 257, 300, 1000, 2049)
+_FLOAT64_BITS = 31  # as far as the probes reach; less was lost somewhere
 _FLOAT32_BITS = 23  # fp32 keeps 24; one is left for the rounding of a non-dyadic weight
 _SLACK_BITS = 3  # further bits that rounding of neighbouring terms may cost an honest fp32 sum
+_DISGUISED_BITS = 17  # rounding of the disguise itself costs an honest, truncating fp32 sum this far down
+_FLOAT64_REACH = 28  # a probe that reaches this far and loses nothing saw more than fp32
 _FIRST_EXPONENT = 3  # M/m = 8: lost already here means that the answer is wrong for another reason
 
 
@@ -68,7 +72,9 @@ class ProbeReading:
     contributions  terms that the probed output element adds up
     calls          calls of the kernel that this slot and output cost in all (on each of its readings)
     where          the conditions in words: neutral fill, index lever
-    placements     bits of each placement; None where +M and −M met first
+    reach          bits beyond which this probe cannot see, limited by the dtypes of slot and output
+    placements     bits of each placement; None where nothing was lost: +M and −M met first, or the
+                   accumulator keeps more than `reach`
     stops_at       stagnation only: the number of equal contributions at which the sum stops growing
     note           why there is no reading
     """
@@ -80,6 +86,7 @@ class ProbeReading:
     contributions: int
     calls: int
     where: str
+    reach: int = 0
     placements: tuple[int | None, ...] = ()
     stops_at: int | None = None
     note: str = ""
@@ -90,9 +97,11 @@ class Fingerprint:
     """The accumulator behind one output, as the probes saw it.
 
     accumulator  FLOAT32, BFLOAT16, FLOAT16, FP8_TENSOR_CORE, FLOAT64, TF32_OPERANDS or NOT_DETERMINED
-    bits         least effective bits over the patterns; None when nothing could be read
+    bits         least effective bits over the patterns; None when nothing was lost or could be read
+    at_least     bits that no placement lost, when `bits` is None; None when nothing could be read
     rounds       where bits are dropped: "everywhere", "inside blocks", "between tiles", "per partial",
-                 "operands", or "" for an accumulator of full width
+                 "operands", "when disguised" (bare probes are added up well, disguised ones are
+                 not), or "" for an accumulator of full width
     confidence   "high", "medium" or "low"
     unbounded    the error grows with the number of contributions (a running sum is held in few bits)
     """
@@ -101,6 +110,7 @@ class Fingerprint:
     slot: str
     accumulator: str
     bits: int | None
+    at_least: int | None
     rounds: str
     confidence: str
     contributions: int
@@ -111,8 +121,12 @@ class Fingerprint:
 
 @dataclass(frozen=True)
 class Narrowness:
-    """The verdict rule on one fingerprint: is this accumulator narrower than the contract allows?"""
+    """The verdict rule on one fingerprint: is this accumulator narrower than the contract allows?
 
+    `verified` is False when nothing could be read: then neither a fault nor its absence is shown.
+    """
+
+    verified: bool
     fault: bool
     reference_deficient: bool
     reason: str
@@ -439,8 +453,9 @@ def _lanes_beside(
         alone = _ask(oracle, inputs, slot, _at(like, [int(positions[0])], [1.0]), output)
         if alone is None or float(alone.abs().max()) == 0.0:
             continue
+        alike = ((alone / first.weight - 1).abs() < 1e-9).nonzero()[:, 0].tolist()
         strongest = (alone.abs() >= 0.999 * alone.abs().max()).nonzero()[:, 0].tolist()
-        element = rng.choice(strongest)
+        element = rng.choice(alike or strongest)
         apart = bool((alone[sorted(elements)].abs() <= 1e-12 * alone[element].abs()).all())
         if element not in elements and apart:
             elements.add(element)
@@ -482,6 +497,11 @@ def _plan_sum(
     batches = _confirmed(oracle, setting, _fill_batches(setting, wanted, rng), largest)
     if not batches:
         return None
+    sound = tuple(lane for lane in setting.lanes if any(p.lane is lane for b in batches for p in b))
+    for probe in (p for b in batches for p in b):
+        wanted.remove(probe.placement.pattern)
+    again = _fill_batches(replace(setting, lanes=sound), wanted, rng)  # on lanes that have proved sound
+    batches += _confirmed(oracle, setting, again, largest)
     operands: _Batches = ()
     if setting.tensor.dtype == torch.float32:
         operands = _confirmed_operands(oracle, setting, _fill_batches(setting, ["operands"] * placements, rng))
@@ -491,16 +511,16 @@ def _plan_sum(
 def _largest_exponent(setting: _Setting, dtype: torch.dtype) -> int:
     """Largest k = log2(M/m) that slot and output dtypes can carry; beyond 30 nothing is learnt."""
     up, down = _reach(setting.tensor.dtype)
-    out_down = _reach(dtype)[1]
-    shift = math.log2(abs(setting.lanes[0].weight))
-    return max(0, min(30, up + down, 2 * up + 1, 2 * int(min(down, out_down + shift)) + 1))
+    shown = _reach(dtype)[1] + math.log2(abs(setting.lanes[0].weight))
+    return max(0, min(30, 2 * up, 2 * int(min(down, shown)) + 1))
 
 
 def _reach(dtype: torch.dtype) -> tuple[int, int]:
-    """Powers of two above and below one that the dtype carries, with two left for noise and sums."""
+    """Powers of two above and below one that the dtype carries: normal ones, but all that fp8 has."""
     info = torch.finfo(dtype)
-    up, down = int(math.log2(info.max)) - 1, -int(math.log2(info.smallest_normal))
-    return min(15, up), min(15, down)
+    if dtype.itemsize == 1:
+        return int(math.log2(info.max)), -int(math.log2(info.smallest_normal * info.eps))
+    return int(math.log2(info.max)) - 1, -int(math.log2(info.smallest_normal))
 
 
 def _fill_batches(setting: _Setting, wanted: Sequence[str], rng: random.Random) -> _Batches:
@@ -636,7 +656,14 @@ def _read_sum(planned: Sum, call: Call) -> list[ProbeReading]:
             if note:
                 notes[probe.placement.pattern] = note
     blank = ProbeReading(
-        planned.slot, planned.output, "", None, planned.setting.contributions, 0, planned.setting.where
+        planned.slot,
+        planned.output,
+        "",
+        None,
+        planned.setting.contributions,
+        0,
+        planned.setting.where,
+        planned.largest_exponent + 1,
     )
     readings = [
         replace(blank, pattern=p, bits=_least(bits), placements=tuple(bits), note=notes.get(p, ""))
@@ -747,36 +774,49 @@ def _fingerprint_of_output(readings: Sequence[ProbeReading]) -> Fingerprint:
 def _fingerprint(readings: Sequence[ProbeReading]) -> Fingerprint:
     some = readings[0]
     patterns = {r.pattern: r for r in readings}
-    plain = [patterns[p] for p in ("far", "near", "paired") if p in patterns]
-    bits = _least(r.bits for r in plain)
-    disguised = patterns["disguised"].bits if "disguised" in patterns else None
-    if disguised is not None and (bits or 99) >= _FLOAT32_BITS - _SLACK_BITS > disguised:
-        bits = disguised  # a kernel that knows a bare probe when it sees one
+    swamped = [r for r in readings if r.pattern in PATTERNS]
+    placements = [b for r in swamped for b in r.placements]
+    bits = _least(r.bits for r in swamped if r.pattern != "disguised")
+    hidden = _hidden_bits(bits, patterns)
+    bits = hidden or bits
+    lossless = bits is None and len(placements) >= _ENOUGH_PLACEMENTS and not any(r.note for r in swamped)
+    at_least = some.reach if lossless else None
+    accumulator = _named(bits, at_least)
+    rounds = ""
+    if bits is not None and accumulator != FLOAT32:
+        rounds = "when disguised" if hidden else _rounds(patterns)
     operands = patterns["input precision"].bits if "input precision" in patterns else None
-    stops_at = patterns["stagnation"].stops_at if "stagnation" in patterns else None
-    placements = [b for r in (*plain, *(r for r in readings if r.pattern == "disguised")) for b in r.placements]
-    accumulator = _named(bits, placements, answered=not any(r.note for r in plain))
-    rounds = _rounds(patterns) if accumulator not in (FLOAT32, FLOAT64) and bits is not None else ""
     if accumulator in (FLOAT32, FLOAT64) and operands is not None and operands < _FLOAT32_BITS - _SLACK_BITS:
-        accumulator, rounds, bits = TF32_OPERANDS, "operands", operands
-    return Fingerprint(
+        accumulator, rounds, bits, at_least = TF32_OPERANDS, "operands", operands, None
+    stops_at = patterns["stagnation"].stops_at if "stagnation" in patterns else None
+    print_ = Fingerprint(
         output=some.output,
         slot=some.slot,
         accumulator=accumulator,
         bits=bits,
+        at_least=at_least,
         rounds=rounds,
         confidence=_confidence(placements),
         contributions=some.contributions,
-        unbounded=stops_at is not None or rounds in ("everywhere", "between tiles"),
+        unbounded=stops_at is not None or rounds in ("everywhere", "between tiles", "when disguised"),
         stops_at=stops_at,
-        sentence=_sentence(some, accumulator, bits, rounds, stops_at, readings),
+        sentence="",
     )
+    return replace(print_, sentence=_sentence(print_, next((r.note for r in readings if r.note), "")))
 
 
-def _named(bits: int | None, placements: Sequence[int | None], *, answered: bool) -> str:
+def _hidden_bits(bare: int | None, patterns: dict[str, ProbeReading]) -> int | None:
+    """Bits that only a disguised probe lost: the kernel knows a bare probe when it sees one."""
+    disguised = patterns["disguised"].bits if "disguised" in patterns else None
+    if disguised is None or disguised >= _DISGUISED_BITS or (bare is not None and bare < _DISGUISED_BITS):
+        return None
+    return disguised
+
+
+def _named(bits: int | None, at_least: int | None) -> str:
     if bits is None:
-        return FLOAT64 if answered and len(placements) >= 6 else NOT_DETERMINED
-    for low, high, name in ((7, 9, BFLOAT16), (10, 12, FLOAT16), (13, 15, FP8_TENSOR_CORE), (20, 29, FLOAT32)):
+        return FLOAT64 if at_least is not None and at_least >= _FLOAT64_REACH else NOT_DETERMINED
+    for low, high, name in ((7, 9, BFLOAT16), (10, 12, FLOAT16), (13, 15, FP8_TENSOR_CORE), (20, 27, FLOAT32)):
         if low <= bits <= high:
             return name
     return NOT_DETERMINED
@@ -805,29 +845,26 @@ def _confidence(placements: Sequence[int | None]) -> str:
     return "high" if informative >= 6 else "medium" if informative >= 3 else "low"
 
 
-def _sentence(
-    some: ProbeReading,
-    accumulator: str,
-    bits: int | None,
-    rounds: str,
-    stops_at: int | None,
-    readings: Sequence[ProbeReading],
-) -> str:
-    if bits is None and accumulator == NOT_DETERMINED:
-        why = next((r.note for r in readings if r.note), "every placement met ±M first")
-        return f"the accumulator of `{some.output}` over `{some.slot}` could not be read: {why}"
-    if bits is None:
-        return f"`{some.output}` sums over `{some.slot}` without loss on any probe: float64, or an exact order"
+def _sentence(seen: Fingerprint, why_not: str) -> str:
+    sums = f"`{seen.output}` sums over `{seen.slot}`"
+    if seen.accumulator == FLOAT64:
+        return f"{sums} without loss on any probe: float64, or an exact order"
+    if seen.at_least is not None:
+        return f"{sums} with {seen.at_least} significant bits or more, which is all that its inputs can show"
+    if seen.bits is None:
+        why = why_not or "+M and −M met first on every placement"
+        return f"the accumulator of `{seen.output}` over `{seen.slot}` could not be read: {why}"
     kind = {
         "everywhere": "a {} carry",
         "inside blocks": "{} inside blocks, wider between them",
         "between tiles": "a {} carry between tiles, wider inside them",
         "per partial": "{} partial sums, wider inside them",
         "operands": "{}",
+        "when disguised": "a {} accumulator that a bare probe does not get to see",
         "": "a {} accumulator",
-    }[rounds].format(accumulator if accumulator != NOT_DETERMINED else "narrow")
-    stall = f" that stops growing after {stops_at} equal contributions" if stops_at is not None else ""
-    return f"`{some.output}` sums over `{some.slot}` with about {bits} significant bits: {kind}{stall}"
+    }[seen.rounds].format(seen.accumulator if seen.accumulator != NOT_DETERMINED else "narrow")
+    stall = f" that stops growing after {seen.stops_at} equal contributions" if seen.stops_at is not None else ""
+    return f"{sums} with about {seen.bits} significant bits: {kind}{stall}"
 
 
 def too_narrow(
@@ -841,19 +878,18 @@ def too_narrow(
     fault. A native reference that is as narrow is deficient: then a bounded loss is excused, but a
     carry whose error grows with the number of terms is a fault whatever the native reference does.
     """
-    contract = 53 if declared == torch.float64 else _FLOAT32_BITS
     if fingerprint.bits is None:
-        return Narrowness(False, False, fingerprint.sentence)
+        return Narrowness(fingerprint.at_least is not None, False, False, fingerprint.sentence)
+    contract = _FLOAT64_BITS if declared == torch.float64 else _FLOAT32_BITS
     floor = contract - _SLACK_BITS
     native_bits = native.bits if native is not None and native.bits is not None else contract
     deficient = native_bits < floor
     if fingerprint.bits >= floor:
-        return Narrowness(False, deficient, fingerprint.sentence)
+        return Narrowness(True, False, deficient, fingerprint.sentence)
     if not deficient or fingerprint.bits < native_bits - 1:
-        return Narrowness(True, deficient, fingerprint.sentence)
+        return Narrowness(True, True, deficient, fingerprint.sentence)
     if fingerprint.unbounded:
         reason = f"{fingerprint.sentence}; the native reference does so too, but such an error has no bound"
-        return Narrowness(True, True, reason)
-    return Narrowness(
-        False, True, f"{fingerprint.sentence}; the native reference is as narrow, and the loss is bounded"
-    )
+        return Narrowness(True, True, True, reason)
+    reason = f"{fingerprint.sentence}; the native reference is as narrow, and the loss is bounded"
+    return Narrowness(True, False, True, reason)
