@@ -16,7 +16,7 @@ class Policy:
     name: str = "standard"
     workloads: int = 4  # declared workloads audited: smallest, largest and a spread between
     seeds: int = 2  # fresh draws of each audited workload
-    samples: int = 4  # Monte-Carlo rounding samples that set the honest floor (numerics.md §2: 4 is enough)
+    samples: int = 4  # Monte-Carlo rounding samples that set the honest floor (rank-one shrinkage makes 4 enough)
     recipes: int = 99  # input recipes tried beyond the declared generator
     sizes: int = 6  # sizes tried outside the declared list
     probes: int = 3  # placements per swamping probe

@@ -149,13 +149,11 @@ class Study:
 
     def slots(self, workload: Workload) -> tuple[OutputSlot, ...]:
         """The declared outputs at the sizes of this workload."""
+        from seatrial.formats.dtypes import stored_shape
+
         sizes = self.problem.sizes(workload.axes)
         return tuple(
-            OutputSlot(
-                spec.name,
-                None if spec.shape is None else tuple(sizes[a] if a in sizes else int(a) for a in spec.shape),
-                spec.dtype,
-            )
+            OutputSlot(spec.name, None if spec.shape is None else stored_shape(spec, sizes), spec.dtype)
             for spec in self.problem.outputs
         )
 
@@ -200,9 +198,9 @@ class Study:
 
     @cached_property
     def probe_case(self) -> Case:
-        """The case whose sums are probed: the largest audited workload that stays cheap to call a hundred times."""
-        cheap = [w for w in self.audited if self._elements(w) <= PROBE_ELEMENTS]
-        return self.case(max(cheap, key=self._elements, default=self.smallest), draw=20)
+        """The case whose sums are probed: the middle one of the declared workloads that are cheap to call often."""
+        cheap = sorted((w for w in self.problem.workloads if self._elements(w) <= PROBE_ELEMENTS), key=self._elements)
+        return self.case(cheap[len(cheap) // 2] if cheap else self.smallest, draw=20)
 
     @cached_property
     def probe_plan(self) -> ProbePlan:
