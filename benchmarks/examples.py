@@ -51,7 +51,9 @@ def _line(report: Report, stem: str) -> bool:
     """Print one candidate's line; True when its verdict is not what its file name says."""
     right = report.verdict.value == ("rejected" if stem.startswith("faulty") else "accepted")
     mark = "ok   " if right else "WRONG"
-    print(f"{mark} {report.candidate:44} {report.verdict.value:12} {report.grade:6} {report.seconds:6.1f} s", flush=True)
+    print(
+        f"{mark} {report.candidate:44} {report.verdict.value:12} {report.grade:6} {report.seconds:6.1f} s", flush=True
+    )
     if not right or stem.startswith("faulty"):
         for finding in report.findings[:3]:
             print(f"        {finding.check}: {finding.outcome.value}: {finding.reason[:200]}", flush=True)
