@@ -322,22 +322,26 @@ def _row_length(call: OpCall) -> float:
 def _matmul_scale(call: OpCall, result: Tensor) -> _Scale:
     first = 1 if call.name in {"addmm", "baddbmm", "addmv"} else 0
     a, b = call.args[first], call.args[first + 1]
-    rows, columns = _peaks(a, -1), _peaks(b, -2 if b.dim() > 1 else -1)
-    # float32 is plenty for a scale; dividing by the peaks keeps the squares in its range
-    product = (a / rows).float().square_() @ (b / columns).float().square_()
+    (left, rows), (right, columns) = _squared(a, -1), _squared(b, -2 if b.dim() > 1 else -1)
+    squares = (left @ right).to(WIDE)
     if b.dim() == 1:
         rows, columns = rows.squeeze(-1), columns.squeeze(-1)
-    squares = product.to(WIDE).mul_(rows.square()).mul_(columns.square())
+    squares = squares.mul_(rows).mul_(columns)
     if call.name == "_scaled_mm":
         squares = squares * (call.args[2] * call.args[3]).square()
     alpha = call.kwargs.get("alpha", 1)
     return float(a.shape[-1]), squares if alpha == 1 else squares.mul_(alpha * alpha)
 
 
-def _peaks(operand: Tensor, dim: int) -> Tensor:
-    if operand.shape[dim] == 0:
-        return operand.new_ones(())
-    return operand.abs().amax(dim, keepdim=True).clamp_(min=1e-280)
+def _squared(operand: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Squares in float32, which is plenty for a scale, and what they were divided by to stay in its range."""
+    if operand.numel() == 0:
+        return operand.float(), operand.new_ones((1, 1))
+    peaks = operand.abs().amax(dim, keepdim=True)
+    if bool(((peaks == 0) | ((peaks > 1e-12) & (peaks < 1e12))).all()):
+        return operand.float().square_(), operand.new_ones([1] * operand.dim())
+    peaks.clamp_(min=1e-280)
+    return (operand / peaks).float().square_(), peaks.square_()
 
 
 def _convolution_scale(call: OpCall, result: Tensor) -> _Scale:

@@ -235,7 +235,9 @@ def _jittered(value: Value, size: float, seed: int) -> Value:
     assert isinstance(value, Tensor)
     generator = torch.Generator(value.device).manual_seed(seed)
     wide = to_float64(value)
-    moved = wide * (1 + size * torch.randn(wide.shape, generator=generator, dtype=WIDE, device=wide.device))
+    pattern = torch.randn(min(65521, wide.numel()), generator=generator, dtype=WIDE, device=wide.device)
+    repeated = pattern.repeat(-(-wide.numel() // max(1, pattern.numel())))[: wide.numel()].view(wide.shape)
+    moved = wide * (1 + size * repeated)
     moved.seatrial_declared = value.dtype  # type: ignore[attr-defined]
     return moved
 

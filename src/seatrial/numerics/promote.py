@@ -192,12 +192,14 @@ class Perturbation(Protocol):
 class Tape:
     """Kept between the runs of one envelope: expensive results that do not depend on the noise.
 
-    A later run may use an entry only while it has made the very same calls (`path`) so far.
+    A later run may use a result or scale only while it has made the very same calls (`path`) so far.
+    `admitted` holds the float64 inputs, until a run writes into them.
     """
 
     path: list[int] = field(default_factory=list)
     results: dict[int, Tensor] = field(default_factory=dict)
     scales: dict[int, Tensor] = field(default_factory=dict)
+    admitted: dict[int, tuple[Any, Tensor]] = field(default_factory=dict)
     recorded: bool = False
 
 
@@ -224,6 +226,11 @@ class Promotion(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._tape = tape
         self._position = 0
         self._promoted: dict[int, tuple[Any, Tensor]] = {}  # narrow storage -> (it, its float64 copy)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """torch would import its compiler (seconds) only to keep it away from this mode; nothing here compiles."""
+        return False
 
     # -- inputs and outputs (called outside the mode)
 
@@ -252,10 +259,15 @@ class Promotion(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return tensor
         key = hash((tensor.untyped_storage()._cdata, tensor.dtype))
         held = self._promoted.get(key)
+        if held is None and given and self._tape is not None and key in self._tape.admitted:
+            held = self._promoted[key] = self._tape.admitted[key]
+            self.ledger.declare(held[1], tensor.dtype, given=True)
         if held is None:
             base = _widen(whole_storage(tensor)) if narrow else whole_storage(tensor).clone()
             self.ledger.declare(base, tensor.dtype, given=given)
             held = self._promoted[key] = (tensor.untyped_storage(), base)
+            if given and self._tape is not None:
+                self._tape.admitted[key] = held
         return held[1].as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
 
     # -- dispatch
@@ -294,6 +306,8 @@ class Promotion(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.events.jumps += 1
         if name == "_to_copy" and target is not None and args[0].is_floating_point() and is_float(target):
             return self._cast(args[0], target, kwargs)
+        if self._tape is not None and any(self.ledger.given(t) for t in writes):
+            self._tape.admitted.clear()
         if name == "copy_" and self.ledger.declared(args[0]) in FP8 and args[1].is_floating_point():
             self._mirror(call, writes)
             self.events.quantised += 1
