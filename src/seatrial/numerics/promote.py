@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -55,6 +55,8 @@ EXACT = op_names("""view _unsafe_view reshape expand permute transpose t slice s
     rot90 pixel_shuffle pixel_unshuffle channel_shuffle signbit frexp""")
 DRAWS = op_names("""rand randn randint bernoulli bernoulli_ native_dropout rand_like randn_like randint_like randperm normal_
     uniform_ normal multinomial exponential_ random_ log_normal_ cauchy_ geometric_""")
+# Factories with values of their own, which would be rounded to the default dtype.
+_FILLS = op_names("full linspace logspace arange")
 # Where a value may jump although its argument moved by a rounding error.
 DISCONTINUOUS = op_names("""sort topk argmax argmin argsort floor ceil round trunc sign eq ne lt le gt ge bucketize searchsorted
     floor_divide remainder fmod kthvalue nonzero masked_select heaviside floor_ ceil_ round_ trunc_""")
@@ -304,6 +306,9 @@ class Promotion(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.on_tape = False  # Python may now take another path
         if name in DISCONTINUOUS and any(t.is_floating_point() for t in call.tensors()):
             self.events.jumps += 1
+        if name in _FILLS and target is None and func(*args, **kwargs).dtype in NARROW:
+            kwargs = {**kwargs, "dtype": WIDE}
+            call = replace(call, kwargs=kwargs, declared=torch.get_default_dtype())
         if name == "_to_copy" and target is not None and args[0].is_floating_point() and is_float(target):
             return self._cast(args[0], target, kwargs)
         if self._tape is not None and any(self.ledger.given(t) for t in writes):

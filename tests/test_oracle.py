@@ -1,0 +1,332 @@
+"""The float64 oracle: what it must see through, and what it must refuse to vouch for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from seatrial.errors import InfrastructureError
+from seatrial.numerics.dtypes import FORMATS, half_ulp, round_to
+from seatrial.numerics.oracle import Oracle, OracleResult, OracleUnavailable
+
+BF16, FP16, FP8, F32, F64 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float32, torch.float64
+
+
+def drawn(*shape: int, dtype: torch.dtype = BF16, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def run(reference: Callable[..., Any], *inputs: Any, names: Sequence[str] = ("y",)) -> OracleResult:
+    return Oracle(reference, names).run(inputs)
+
+
+def relative(got: Tensor, want: Tensor) -> float:
+    return float((got - want).abs().max() / want.abs().max())
+
+
+# ---------------------------------------------------------------------------------------------------
+# Rounding itself
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, F32, FP8, torch.float8_e5m2])
+def test_rounding_agrees_with_torch_on_float32_values(dtype: torch.dtype) -> None:
+    values = torch.cat([drawn(4096, dtype=F32) * scale for scale in (1e-8, 1e-4, 1.0, 300.0, 1e5)])
+    values = torch.cat([values, torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, FORMATS[dtype].largest])])
+    if dtype == FP8:  # torch saturates or not, depending on its version; rounding inside the range is what matters
+        values = values[values.abs() <= 448]
+    got, want = round_to(values.double(), dtype), values.to(dtype).float().double()
+    assert torch.equal(got.nan_to_num(nan=7e9), want.nan_to_num(nan=7e9))
+
+
+def test_rounding_from_float64_does_not_round_twice() -> None:
+    just_above_a_tie = torch.tensor([1 + 2.0**-8 + 2.0**-40], dtype=F64)
+    assert float(round_to(just_above_a_tie, BF16)) == 1 + 2.0**-7
+    assert float(half_ulp(just_above_a_tie, BF16)) == 2.0**-8
+
+
+# ---------------------------------------------------------------------------------------------------
+# Nothing is rounded on the way
+
+
+def test_casts_back_and_forth_lose_nothing() -> None:
+    x = drawn(64, 32)
+
+    def reference(x: Tensor) -> Tensor:
+        return (x.to(F32) * (1 / 3)).to(BF16).to(FP16) * 3
+
+    result = run(reference, x)
+    assert result.faithful and result.dtypes == (FP16,)
+    assert relative(result.values[0], x.double()) < 1e-15
+
+
+def test_decorators_constants_and_factories_are_promoted() -> None:
+    table = torch.tensor([1 / 3] * 32)
+
+    @torch.no_grad()
+    def reference(x: Tensor, w: Tensor) -> Tensor:
+        scale = torch.full((32,), 0.1, device=x.device)
+        return (x @ w) * scale + table.to(x.dtype) + torch.arange(32, dtype=x.dtype, device=x.device) / 7
+
+    x, w = drawn(16, 64), drawn(64, 32, seed=1)
+    want = (x.double() @ w.double()) * 0.1 + table.double() + torch.arange(32).double() / 7
+    result = run(reference, x, w)
+    assert result.faithful and relative(result.values[0], want) < 1e-15
+
+
+def test_a_reference_that_asks_for_dtypes_gets_the_declared_ones() -> None:
+    seen: list[Any] = []
+
+    def reference(x: Tensor) -> Tensor:
+        assert x.dtype == BF16
+        seen.extend([x.dtype, x.float().dtype, (x + x.float()).dtype, x.element_size(), torch.finfo(x.dtype).eps])
+        return x.masked_fill(x > 0, torch.finfo(x.dtype).min)
+
+    result = run(reference, drawn(8, 8))
+    assert seen[:5] == [BF16, F32, F32, 2, 2.0**-7]
+    assert float(result.values[0].min()) == torch.finfo(BF16).min
+
+
+@pytest.mark.parametrize(
+    ("cast", "declared"),
+    [
+        (lambda x: x.to(torch.zeros(1, dtype=FP16)), FP16),
+        (lambda x: x.type_as(torch.zeros(1, dtype=FP16)), FP16),
+        (lambda x: x.double(), F64),
+        (lambda x: x.half().bfloat16(), BF16),
+        (lambda x: x.to("cuda", F32), F32),
+        (lambda x: x.to(device="cuda", dtype=F32, non_blocking=True), F32),
+    ],
+)
+def test_every_way_to_cast_is_understood(cast: Callable[[Tensor], Tensor], declared: torch.dtype) -> None:
+    assert run(cast, drawn(4, 4)).dtypes == (declared,)
+
+
+def test_cuda_literals_go_where_the_inputs_are() -> None:
+    def reference(x: Tensor) -> Tensor:
+        out = torch.empty(x.shape, dtype=x.dtype, device="cuda")
+        out.copy_(x.cuda() + torch.ones(1, device=torch.device("cuda:0")).to("cuda"))
+        return out
+
+    assert torch.equal(run(reference, drawn(4, 4)).values[0], drawn(4, 4).double() + 1)
+
+
+def test_writing_into_an_input_leaves_the_callers_tensor_alone() -> None:
+    x = drawn(4, 4)
+    before = x.clone()
+    result = run(lambda x: x.mul_(2), x)
+    assert torch.equal(x, before) and torch.equal(result.values[0], 2 * before.double())
+
+
+def test_views_of_one_buffer_stay_views_of_one_buffer() -> None:
+    whole = drawn(8)
+
+    def reference(left: Tensor, right: Tensor) -> Tensor:
+        left.add_(1)
+        return right
+
+    assert torch.equal(run(reference, whole[:6], whole[2:]).values[0][:4], whole.double()[2:6] + 1)
+
+
+def test_an_expanded_input_keeps_its_zero_stride() -> None:
+    strides: list[tuple[int, ...]] = []
+
+    def reference(x: Tensor) -> Tensor:
+        strides.append(x.stride())
+        return x * 2
+
+    run(reference, drawn(1, 8).expand(5, 8))
+    assert strides[0] == (0, 1)
+
+
+def test_in_place_assembly_of_an_output() -> None:
+    def reference(x: Tensor, w: Tensor) -> Tensor:
+        out = torch.empty(8, 8, dtype=BF16)
+        out[:4] = x[:4].float() * w
+        out[4:] = x[4:].float() / w
+        return out
+
+    x, w = drawn(8, 8), drawn(8, seed=1)
+    want = torch.cat([x[:4].double() * w.double(), x[4:].double() / w.double()])
+    result = run(reference, x, w)
+    assert result.dtypes == (BF16,) and relative(result.values[0], want) < 1e-15
+
+
+def test_a_bit_trick_sees_the_bits_of_the_declared_dtype() -> None:
+    result = run(lambda x: (x.view(torch.int16) & 0x7FFF).view(BF16), drawn(16))
+    assert torch.equal(result.values[0], drawn(16).double().abs())
+
+
+def test_rms_norm_without_eps_uses_the_eps_that_torch_uses() -> None:
+    x = torch.full((1, 4), 1e-5, dtype=BF16)
+    oracle = Oracle(lambda x: F.rms_norm(x, [4]), ["y"])
+    assert relative(oracle.run([x]).values[0], oracle.native([x])[0].double()) < 2.0**-7
+
+
+def test_autocast_rounds_where_it_would() -> None:
+    def reference(x: Tensor, w: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=BF16):
+            return x @ w
+
+    assert run(reference, drawn(4, 8, dtype=F32), drawn(8, 4, dtype=F32)).dtypes == (BF16,)
+
+
+def test_attention_is_exact_and_declared_like_its_query() -> None:
+    q = drawn(1, 2, 8, 16)
+    want = (
+        torch.softmax(
+            (q.double() @ q.double().transpose(-1, -2) / 4).masked_fill(
+                ~torch.ones(8, 8, dtype=torch.bool).tril(), -math.inf
+            ),
+            -1,
+        )
+        @ q.double()
+    )
+    result = run(lambda q: F.scaled_dot_product_attention(q, q, q, is_causal=True), q)
+    assert result.dtypes == (BF16,) and relative(result.values[0], want) < 1e-14
+
+
+# ---------------------------------------------------------------------------------------------------
+# Autograd inside the reference
+
+
+def test_autograd_inside_the_reference_is_promoted_too() -> None:
+    def reference(x: Tensor, w: Tensor) -> Tensor:
+        x = x.detach().clone().requires_grad_(True)
+        return torch.autograd.grad((x.float() * w).square().sum(), x)[0]
+
+    x, w = drawn(8, 8), drawn(8, seed=1)
+    result = run(reference, x, w)
+    assert result.faithful and result.dtypes == (BF16,)
+    assert relative(result.values[0], 2 * x.double() * w.double() ** 2) < 1e-15
+
+
+@pytest.mark.parametrize("how", ["functional", "module"])
+def test_embedding_backward_inside_the_reference_is_summed_in_float64(how: str) -> None:
+    def reference(ids: Tensor, dy: Tensor) -> Tensor:
+        if how == "module":
+            table = torch.nn.Embedding(4, 8, dtype=dy.dtype, device=dy.device)
+            table(ids).backward(dy)
+            assert table.weight.grad is not None
+            return table.weight.grad
+        weight = torch.zeros(4, 8, dtype=dy.dtype, requires_grad=True)
+        F.embedding(ids, weight).backward(dy)  # type: ignore[no-untyped-call]
+        assert weight.grad is not None
+        return weight.grad
+
+    ids, dy = torch.zeros(1000, dtype=torch.int64), torch.ones(1000, 8, dtype=BF16)
+    oracle = Oracle(reference, ["dw"])
+    result = oracle.run([ids, dy])
+    assert result.faithful, result.why
+    assert result.dtypes == (BF16,) and float(result.values[0][0, 0]) == 1000
+
+
+# ---------------------------------------------------------------------------------------------------
+# What keeps its meaning: fp8, integers, scalars
+
+
+def test_an_fp8_cast_on_the_way_still_quantises() -> None:
+    result = run(lambda x: x.float().to(FP8).float().sum(-1), drawn(4, 64))
+    assert torch.equal(result.values[0], drawn(4, 64).to(FP8).double().sum(-1))
+
+
+def test_an_fp8_output_is_given_before_its_rounding() -> None:
+    result = run(lambda x: (x.float() / 3).to(FP8), drawn(4, 8))
+    assert result.dtypes == (FP8,) and relative(result.values[0], drawn(4, 8).double() / 3) < 1e-15
+
+
+def test_scaled_fp8_matmul_is_emulated() -> None:
+    def reference(a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
+        return torch._scaled_mm(a, b.t(), scale_a=scale, scale_b=scale, out_dtype=BF16)
+
+    a, b, scale = drawn(16, 32).to(FP8), drawn(16, 32, seed=1).to(FP8), torch.tensor(0.5)
+    result = run(reference, a, b, scale)
+    assert result.faithful and result.dtypes == (BF16,)
+    assert relative(result.values[0], a.double() @ b.double().t() / 4) < 1e-15
+
+
+def test_integers_scalars_and_dicts_come_out_by_name() -> None:
+    def reference(x: Tensor, k: int) -> dict[str, Any]:
+        values, indices = x.topk(k, -1)
+        return {"count": k, "indices": indices, "values": values, "mean": float(x.float().mean())}
+
+    x = drawn(4, 16)
+    result = run(reference, x, 3, names=["values", "indices", "mean", "count"])
+    assert result.dtypes[1] == torch.int64 and torch.equal(result.values[1], x.topk(3, -1).indices)
+    assert float(result.values[2]) == pytest.approx(float(x.double().mean()), abs=1e-14)
+    assert int(result.values[3]) == 3
+
+
+# ---------------------------------------------------------------------------------------------------
+# What it does not vouch for
+
+
+def test_a_hidden_float32_rounding_is_found() -> None:
+    def leaking(x: Tensor) -> Tensor:
+        return torch.from_numpy(x.numpy().astype("float32")) * 2
+
+    def honest(x: Tensor) -> Tensor:
+        return torch.from_numpy(x.numpy().astype("float64")) * 2
+
+    x = drawn(8, 8, dtype=F32)
+    assert run(honest, x).faithful
+    result = run(leaking, x)
+    assert not result.faithful and "float32 grid" in result.why
+
+
+@pytest.mark.parametrize(
+    "reference",
+    [lambda x: (x > 0).float(), torch.zeros_like, lambda x: x.round(), lambda x: x.float().to(FP8).to(BF16)],
+)
+def test_values_that_lie_on_a_coarse_grid_by_right_are_no_leak(reference: Callable[[Tensor], Tensor]) -> None:
+    assert run(reference, drawn(8, 8)).faithful
+
+
+def test_random_draws_are_only_trusted_when_seeded() -> None:
+    def free(x: Tensor) -> Tensor:
+        return x + torch.randn(x.shape, dtype=x.dtype)
+
+    def seeded(x: Tensor) -> Tensor:
+        torch.manual_seed(3)
+        return x + torch.randn(x.shape, dtype=x.dtype)
+
+    torch.manual_seed(11)
+    before = torch.random.get_rng_state()
+    assert not run(free, drawn(8, 8)).faithful
+    oracle = Oracle(seeded, ["y"])
+    result = oracle.run([drawn(8, 8)])
+    assert result.faithful and relative(result.values[0], oracle.native([drawn(8, 8)])[0].double()) < 2.0**-7
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_a_reference_that_only_runs_natively_is_a_stated_weaker_oracle() -> None:
+    def reference(x: Tensor) -> Tensor:
+        if x.untyped_storage().nbytes() != x.numel() * 2:
+            raise RuntimeError("only bfloat16 storage")
+        return x * 2
+
+    result = run(reference, drawn(4, 4))
+    assert not result.faithful and "only bfloat16 storage" in result.why and "native" in result.why
+    assert torch.equal(result.values[0], drawn(4, 4).double() * 2)
+
+
+def test_a_reference_that_does_not_run_is_an_infrastructure_error() -> None:
+    with pytest.raises(OracleUnavailable, match="mat1 and mat2") as raised:
+        run(lambda x: x @ x, drawn(4, 5))
+    assert isinstance(raised.value, InfrastructureError) and raised.value.reason
+
+
+def test_a_wrong_number_of_outputs_is_refused() -> None:
+    with pytest.raises(OracleUnavailable, match="1 values for 2 outputs"):
+        run(lambda x: x, drawn(2, 2), names=["a", "b"])
+
+
+def test_a_compiled_reference_runs_eagerly() -> None:
+    x, w = drawn(4, 8), drawn(8, 4, seed=1)
+    result = run(torch.compile(torch.matmul), x, w)
+    assert result.faithful and relative(result.values[0], x.double() @ w.double()) < 1e-15
