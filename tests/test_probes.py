@@ -352,4 +352,4 @@ def test_probes_leave_the_callers_inputs_alone_and_repeat_with_the_seed() -> Non
     assert first == readings()
     assert all(torch.equal(a, b) for a, b in zip(calls[:halfway], calls[halfway:], strict=True))
     assert all(torch.equal(a, b) for a, b in zip(inputs, kept, strict=True))
-    assert {r.slot for r in first} == {"a", "b"}
+    assert {r.slot for r in first} == {"a"}  # "b" feeds the same reduction

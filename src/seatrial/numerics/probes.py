@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 from torch import Tensor
 
-from seatrial.numerics.trace import Fp64Reference, Trace, exact_outputs, linear_slots, replaced
+from seatrial.numerics.trace import Fp64Reference, Reduction, Trace, exact_outputs, linear_slots, replaced
 
 if TYPE_CHECKING:
     from seatrial.model import Value
@@ -50,9 +50,9 @@ _DISGUISE_PAIRS = 4  # ± pairs of small terms around a disguised probe
 _LEAST_TERMS = 3
 _ENOUGH_PLACEMENTS = 6  # without a loss on so many, the order of summation is no excuse
 _MOST_ZEROED = 3  # other inputs set to zero one at a time, in search of uncoupled sums
-_MOST_LANES = 16  # sums probed side by side in one call
+# Distinct numbers, exact in every dtype down to fp8; one for each sum probed side by side in one call.
+_MARKS = tuple(m * s for s in (1.0, 2.0, 4.0, 8.0) for m in (1.0, 1.25, 1.5, 1.75))
 _ENOUGH_LANES = 6  # more than this is no reason to go on looking
-_LARGE_SLOT = 2**24  # elements above which an oracle run is too dear for that many
 _STAGNATION_COUNTS = (255, 256, 257, 300, 1000, 2049)
 _FLOAT64_BITS = 31  # as far as the probes reach; less was lost somewhere
 _FLOAT32_BITS = 23  # fp32 keeps 24; one is left for the rounding of a non-dyadic weight
@@ -252,16 +252,17 @@ def plan_probes(
     """
     rng = random.Random(seed)
     slots = linear_slots(oracle, inputs, seed=rng.randrange(2**31))
-    sums, unprobed = [], {}
+    sums: list[Sum] = []
+    unprobed: dict[str, str] = {}
     for output, name in enumerate(output_names):
         mine = [slot for slot, outputs in slots.items() if output in outputs]
-        found = [
-            planned
-            for slot in mine
-            if (setting := _find_setting(oracle, inputs, slot, output, trace, input_names, rng)) is not None
-            and (planned := _plan_sum(oracle, setting, input_names[slot], name, output_dtypes[output], placements, rng))
-            is not None
-        ]
+        found: list[Sum] = []
+        for slot in mine:
+            if _read_elsewhere(found, input_names[slot], trace, output):
+                continue
+            setting = _find_setting(oracle, inputs, slot, output, trace, input_names, rng)
+            if setting is not None:
+                found += _plan_sum(oracle, setting, input_names[slot], name, output_dtypes[output], placements, rng)
         sums += found
         if not mine:
             unprobed[name] = "no input acts linearly on it"
@@ -277,6 +278,16 @@ def read_probes(plan: ProbePlan, call: Call) -> tuple[ProbeReading, ...]:
 
 # ---------------------------------------------------------------------------------------------------
 # Finding sums
+
+
+def _read_elsewhere(found: Sequence[Sum], slot: str, trace: Trace, output: int) -> bool:
+    """Whether every reduction that this slot feeds is one that a sum already found goes through."""
+
+    def covered(r: Reduction) -> bool:
+        return any(s.slot in r.fed_by and s.setting.contributions == r.length for s in found)
+
+    mine = [r for r in trace.reductions_into(output) if slot in r.fed_by and r.length >= _LEAST_TERMS]
+    return bool(mine) and all(covered(r) for r in mine)
 
 
 def _find_setting(
@@ -298,6 +309,8 @@ def _find_setting(
                 best = replace(found, where="; ".join(w for w in (fill, lever) if w))
             if best is not None and _worth(best) >= (longest, min(_ENOUGH_LANES, _sums_beside(best))):
                 return best
+        if best is not None:
+            break  # the indices as drawn put fewer terms on a row
     return best
 
 
@@ -439,27 +452,26 @@ def _lanes_beside(
     axes: Sequence[int],
     rng: random.Random,
 ) -> tuple[_Lane, ...]:
-    """Sums like the first one that feed other output elements; one oracle run for each.
+    """Sums like the first one that feed other output elements, all found in one oracle run.
 
-    A reference can mix neighbours (the projection inside a normalisation's backward pass); a lane that
-    reaches another lane's element is left out.
+    One element of each is marked with its own number, which must come out times the first lane's
+    weight and nothing else: where the reference mixes neighbours (the projection inside a
+    normalisation's backward pass) no mark comes out clean, and the first lane stays alone.
     """
     like = inputs[slot]
     assert isinstance(like, Tensor)
-    lanes, elements = [first], {first.element}
-    most = _MOST_LANES if like.numel() <= _LARGE_SLOT else _MOST_LANES // 4
-    for other in _other_starts(like, start, axes, most - 1, rng):
-        positions = _as_lane(like, other, axes)
-        alone = _ask(oracle, inputs, slot, _at(like, [int(positions[0])], [1.0]), output)
-        if alone is None or float(alone.abs().max()) == 0.0:
-            continue
-        alike = ((alone / first.weight - 1).abs() < 1e-9).nonzero()[:, 0].tolist()
-        strongest = (alone.abs() >= 0.999 * alone.abs().max()).nonzero()[:, 0].tolist()
-        element = rng.choice(alike or strongest)
-        apart = bool((alone[sorted(elements)].abs() <= 1e-12 * alone[element].abs()).all())
-        if element not in elements and apart:
-            elements.add(element)
-            lanes.append(_Lane(positions, element, float(alone[element])))
+    starts = _other_starts(like, start, axes, len(_MARKS) - 1, rng)
+    if not starts:
+        return (first,)
+    everyone = [first.positions, *(_as_lane(like, other, axes) for other in starts)]
+    marks = _MARKS[: len(everyone)]
+    marked = _ask(oracle, inputs, slot, _at(like, [int(p[-1]) for p in everyone], marks), output)
+    lanes = [first]
+    for positions, mark in list(zip(everyone, marks, strict=True))[1:] if marked is not None else ():
+        assert marked is not None
+        elements = ((marked / (first.weight * mark) - 1).abs() < 1e-9).nonzero()[:, 0].tolist()
+        if elements:
+            lanes.append(_Lane(positions, rng.choice(elements), first.weight))
     return tuple(lanes)
 
 
@@ -491,12 +503,12 @@ def _plan_sum(
     dtype: torch.dtype,
     placements: int,
     rng: random.Random,
-) -> Sum | None:
+) -> list[Sum]:
     largest = _largest_exponent(setting, dtype)
     wanted = [pattern for _ in range(placements) for pattern in PATTERNS]
     batches = _confirmed(oracle, setting, _fill_batches(setting, wanted, rng), largest)
     if not batches:
-        return None
+        return []
     sound = tuple(lane for lane in setting.lanes if any(p.lane is lane for b in batches for p in b))
     for probe in (p for b in batches for p in b):
         wanted.remove(probe.placement.pattern)
@@ -505,7 +517,7 @@ def _plan_sum(
     operands: _Batches = ()
     if setting.tensor.dtype == torch.float32:
         operands = _confirmed_operands(oracle, setting, _fill_batches(setting, ["operands"] * placements, rng))
-    return Sum(slot, output, setting, batches, operands, largest, dtype)
+    return [Sum(slot, output, setting, batches, operands, largest, dtype)]
 
 
 def _largest_exponent(setting: _Setting, dtype: torch.dtype) -> int:
