@@ -99,9 +99,9 @@ def in_another_order(kernel: Kernel, axes: Sequence[Axis], *, seed: int) -> Kern
 
     Sums along those axes, and sums of what shares a row, are then taken in another order.
     """
-    draw = torch.Generator().manual_seed(seed)
 
     def reordered(inputs: Sequence[Value]) -> tuple[Tensor, ...]:
+        draw = torch.Generator().manual_seed(seed)
         values, undo = list(inputs), []
         for axis in axes:
             order: Tensor | None = None
@@ -126,12 +126,11 @@ def with_another_last_bit(kernel: Kernel, *, seed: int) -> Kernel:
     """`kernel` with every second non-zero float of its outputs moved to a neighbouring representable value.
 
     Up and down are equally likely, so the mean is kept. An honest kernel that rounds a correct sum once
-    differs from another by less than this.
+    differs from another by less than this. Drawn from `seed` and the values, so no state is kept.
     """
-    draw = torch.Generator().manual_seed(seed)
 
     def jittered(inputs: Sequence[Value]) -> tuple[Tensor, ...]:
-        return tuple(_jitter(out, draw) if out.is_floating_point() else out for out in kernel(inputs))
+        return tuple(_jitter(out, seed) if out.is_floating_point() else out for out in kernel(inputs))
 
     return jittered
 
@@ -139,8 +138,9 @@ def with_another_last_bit(kernel: Kernel, *, seed: int) -> Kernel:
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def _jitter(values: Tensor, draw: torch.Generator) -> Tensor:
+def _jitter(values: Tensor, seed: int) -> Tensor:
     bits = values.contiguous().view(_BITS[values.element_size()])
+    draw = torch.Generator().manual_seed((seed + int(bits.sum(dtype=torch.int64))) % 2**63)
     # sign-magnitude: one bit pattern up is one step away from zero, one down is one step towards it
     step = torch.randint(0, 4, values.shape, generator=draw, dtype=torch.int8).to(values.device)
     step = torch.where(step == 0, -1, torch.where(step == 1, 1, 0)).to(bits.dtype)

@@ -8,9 +8,12 @@ inputs; the loop, the data, the seeds and the judgement stay here.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from statistics import median
+from threading import Lock
 from typing import TypeAlias
 
 import torch
@@ -55,6 +58,8 @@ class Settings:
     sizes: Sizes = field(default_factory=Sizes)
     largest: int = 8_000_000  # parameters; beyond it a run takes too long to be worth it on this device
 
+    workers: int = 2  # threads that train honest runs on a CPU, one core each
+
 
 @dataclass
 class HonestRuns:
@@ -83,6 +88,7 @@ def run_matrix(
     extra_controls      further kernels known to be honest, by name; they widen the band
     honest              filled with the honest runs, and read from: pass the same one for every candidate of a
                         problem, with the same settings, seed and extra controls
+    progress            called after every step, from several threads but never from two at once
     fault_proven        a numeric fault was proven elsewhere: a cell that agrees is then called masked
     """
     settings = settings or Settings()
@@ -135,6 +141,8 @@ class Bench:
 
     def __post_init__(self) -> None:
         self.sizes, self.batch = fitted_sizes(self.settings, self.match.sizes)
+        self.workers = self.settings.workers if self.device == "cpu" else 1
+        self._alone = Lock()
 
     def slots(self, kernel: Kernel) -> Slots:
         away = self.device != "cpu" and not self.kernels_on_device
@@ -150,7 +158,7 @@ class Bench:
 
     def run(self, name: str, kernel: Kernel, data: str, optimizer: str, rate: float, seed: int) -> Run:
         """One training run; start and batches depend on `seed` alone."""
-        with torch.random.fork_rng(devices=[]):
+        with self._alone, torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed + seed)
             model = Decoder(self.sizes, self.slots(kernel)).to(self.device)
         watched = self.adapter.watched(model)
@@ -163,8 +171,12 @@ class Bench:
             rate=rate,
             warm_up=self.settings.warm_up,
             by_row=watched is model.table,
-            each_step=lambda step: self.progress(cell, step + 1, self.settings.steps),
+            each_step=lambda step: self._report(cell, step + 1),
         )
+
+    def _report(self, cell: str, step: int) -> None:
+        with self._alone:
+            self.progress(cell, step, self.settings.steps)
 
     def _batches(self, data: str, seed: int) -> list[tuple[Tensor, Tensor]]:
         tokens = stream(data, vocabulary=self.sizes.vocabulary, seed=self.seed + seed)
@@ -211,29 +223,49 @@ class _Cell:
 
 
 def _judge_cells(bench: Bench, candidate: Kernel, controls: Mapping[str, Kernel], honest: HonestRuns) -> list[_Cell]:
-    cells: list[_Cell] = []
-    checked = watched_for_shape(candidate, bench.problem)
-    failure = ""
-    for data in bench.settings.data:
-        for optimizer in bench.settings.optimizers:
+    """Honest runs of the next cells are trained by workers while the candidate runs here, one cell after another."""
+    places = [(data, optimizer) for data in bench.settings.data for optimizer in bench.settings.optimizers]
+    checked, failure, cells = watched_for_shape(candidate, bench.problem), "", list[_Cell]()
+    with one_core_each(), ThreadPoolExecutor(bench.workers, initializer=_use_one_core) as pool:
+        waiting = [pool.submit(_honest_at_highest_rate, bench, controls, honest, *place) for place in places]
+        for (data, optimizer), trained in zip(places, waiting, strict=True):
             if failure:
+                trained.cancel()
                 cells.append(_Cell(data, optimizer, 0.0, judging.Judged("not verified", f"not run, {failure}")))
                 continue
-            rate, seeds = _honest_at_highest_rate(bench, controls, honest, data, optimizer)
-            if not all(judging.is_stable(run) for runs in seeds for run in runs):
-                cells.append(_Cell(data, optimizer, rate, judging.Judged("not verified", judging.RESTLESS)))
-                continue
             try:
-                twins = [
-                    judging.Twins(runs[0], tuple(runs[1:]), bench.run("candidate", checked, data, optimizer, rate, s))
-                    for s, runs in enumerate(seeds)
-                ]
+                cells.append(_judge_cell(bench, checked, data, optimizer, *trained.result()))
             except KernelFailed as failed:
                 failure = f"because the candidate could not be called: {failed}"
-                cells.append(_Cell(data, optimizer, rate, judging.Judged("not verified", f"no verdict, {failure}")))
-                continue
-            cells.append(_Cell(data, optimizer, rate, judging.judge(twins), tuple(twins)))
+                cells.append(_Cell(data, optimizer, 0.0, judging.Judged("not verified", f"no verdict, {failure}")))
     return cells
+
+
+def _judge_cell(
+    bench: Bench, candidate: Kernel, data: str, optimizer: str, rate: float, seeds: Sequence[Sequence[Run]]
+) -> _Cell:
+    if not all(judging.is_stable(run) for runs in seeds for run in runs):
+        return _Cell(data, optimizer, rate, judging.Judged("not verified", judging.RESTLESS))
+    twins = tuple(
+        judging.Twins(runs[0], tuple(runs[1:]), bench.run("candidate", candidate, data, optimizer, rate, seed))
+        for seed, runs in enumerate(seeds)
+    )
+    return _Cell(data, optimizer, rate, judging.judge(twins), twins)
+
+
+@contextmanager
+def one_core_each() -> Iterator[None]:
+    """One thread per tensor operation while several runs train side by side."""
+    before = torch.get_num_threads()
+    _use_one_core()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _use_one_core() -> None:
+    torch.set_num_threads(1)
 
 
 def _honest_at_highest_rate(
