@@ -285,6 +285,22 @@ def test_a_row_is_no_milder_than_its_findings() -> None:
     assert view(base.model_copy(update={"findings": [noted]})).checks[0].outcome == "held"
 
 
+def test_a_reason_that_stands_above_is_pointed_to_and_not_repeated() -> None:
+    rows = [
+        row.model_copy(update={"summary": origin().findings[1].reason})
+        for row in origin().checks
+        if row.check == "error-beyond-honest"
+    ]
+    assert view(origin().model_copy(update={"checks": rows})).checks[0].summary == "see objection 2"
+
+
+def test_names_in_backticks_are_code_and_cannot_smuggle_markup() -> None:
+    reason = "`a_b` differs from `<b>` | and ` alone"
+    report = empty().model_copy(update={"findings": [Finding(check="c", outcome=Outcome.FAILED, reason=reason)]})
+    assert "<code>a_b</code> differs from <code>&lt;b&gt;</code> | and ` alone" in REPORTERS["html"].text([report])
+    assert "`a_b` differs from `<b>` \\| and \\` alone" in REPORTERS["markdown"].text([report])
+
+
 def test_a_finding_without_a_row_gets_one() -> None:
     finding = Finding(check="lonely", outcome=Outcome.NOT_VERIFIED, reason="r")
     shown = view(empty().model_copy(update={"findings": [finding]}))
@@ -543,7 +559,7 @@ def html_in(markdown: str) -> list[str]:
 
 @pytest.mark.parametrize("report", ALL)
 def test_the_only_html_in_markdown_is_our_folding(report: Report) -> None:
-    ours = re.compile(r"(<details><summary>[\w ']+</summary>|</details>)\s*")
+    ours = re.compile(r"(<details><summary>[\w ',]+</summary>|</details>)\s*")
     for html in html_in(REPORTERS["markdown"].text([report, accepted()])):
         assert ours.fullmatch(html), html
 

@@ -214,7 +214,6 @@ def overview(reports: Sequence[Report]) -> str:
 
 def view(report: Report, *, anchor: str = "candidate-1") -> ReportView:
     """The finished strings of one report."""
-    checks = tuple(_check(row) for row in rows_with_findings(report))
     titles = {row.check: words.name(row.title) for row in report.checks}
     return ReportView(
         anchor=anchor,
@@ -232,7 +231,7 @@ def view(report: Report, *, anchor: str = "candidate-1") -> ReportView:
         limited=_findings(report, Outcome.LIMITED, titles),
         unverified=_findings(report, Outcome.NOT_VERIFIED, titles),
         noted=_findings(report, Outcome.NOTED, titles),
-        checks=checks,
+        checks=tuple(_check(row, _told_above(report)) for row in rows_with_findings(report)),
         limits=_sentences(report.limits),
         oddities=_sentences(report.oddities),
         rule=_rule(report.benchmark_rule),
@@ -370,12 +369,14 @@ def _rule(rule: BenchmarkRule | None) -> RuleView | None:
     if rule is None:
         return None
     rows = tuple(_rule_row(row) for row in rule.rows)
+    tally = f"{sum(row.passed for row in rows)} of {words.count(len(rows), 'workload')}" if rows else ""
+    summary = words.one_line(rule.summary)
     return RuleView(
         name=words.name(rule.name),
         passed=rule.passed,
         word="PASSED" if rule.passed else "FAILED" if rows else "NOT RUN",
-        tally=f"{sum(row.passed for row in rows)} of {words.count(len(rows), 'workload')}" if rows else "",
-        summary=words.one_line(rule.summary),
+        tally=tally,
+        summary="" if tally and summary.startswith(tally) else summary,  # said once is enough
         rows=rows,
     )
 
@@ -419,7 +420,18 @@ def _tolerance(row: BenchmarkRow) -> str:
     return ", ".join(f"{name} {words.number(value)}" for name, value in parts if value is not None)
 
 
-def _check(row: CheckRow) -> CheckView:
+def _told_above(report: Report) -> dict[str, str]:
+    """Reasons that stand in full above the table, and the words that point to them."""
+    names = {Outcome.FAILED: "objection", Outcome.LIMITED: "limit", Outcome.NOT_VERIFIED: "not verified"}
+    return {
+        words.one_line(finding.reason): f"see {name} {number}"
+        for outcome, name in names.items()
+        for number, finding in enumerate([f for f in report.findings if f.outcome is outcome], 1)
+    }
+
+
+def _check(row: CheckRow, told_above: Mapping[str, str]) -> CheckView:
+    summary = words.one_line(row.summary)
     return CheckView(
         check=words.name(row.check),
         title=words.name(row.title) or words.name(row.check),
@@ -428,7 +440,7 @@ def _check(row: CheckRow) -> CheckView:
         calls=str(row.calls),
         seconds=words.seconds(row.seconds),
         duration=row.seconds if math.isfinite(row.seconds) else 0.0,
-        summary=words.one_line(row.summary),
+        summary=told_above.get(summary, summary),
     )
 
 

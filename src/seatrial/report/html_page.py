@@ -30,6 +30,7 @@ def text(reports: Sequence[Report]) -> str:
         title=_title(reports, verdict),
         verdict=verdict.value,
         overview=overview(reports),
+        problems=", ".join(dict.fromkeys(report.problem for report in shown)),
         styles=Markup("\n".join((TEMPLATES / name).read_text("utf-8") for name in ("style.css", "plot.css"))),
         draw_growth=_growth,
         draw_cell=_cell,

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from seatrial.model import Report
 from seatrial.report import words
-from seatrial.report.data import FindingView, ReportView, RuleView, TrialView, views, worst
+from seatrial.report.data import FindingView, ReportView, RuleView, TrialView, overview, views, worst
 
 NAME = "markdown"
 SUMMARY = "a comment for a pull request"
@@ -19,6 +19,7 @@ SUMMARY = "a comment for a pull request"
 _SPECIAL = re.compile(r"([\\`*_{}\[\]()<>#+.!|~$^=-])")
 _TABLE_CELL = 400  # characters: a table stays readable
 _COMMENT = 60_000  # characters; GitHub refuses a comment above 65,536
+_NAME_OF = {"failed": "objection", "limited": "limit", "not-verified": "what was not verified,"}
 _SIGN = {
     "accepted": "✅",
     "accepted-with-limits": "🟡",
@@ -32,7 +33,7 @@ def text(reports: Sequence[Report]) -> str:
     parts: list[str] = []
     if len(reports) != 1:
         verdict = worst(reports)
-        parts.append(f"## {_SIGN[verdict.value]} seatrial: {words.VERDICT_WORDS[verdict]}")
+        parts.append(f"## {_SIGN[verdict.value]} seatrial: {overview(reports)}")
         parts.append(_table(("candidate", "verdict", "in one sentence"), (_summary_row(v) for v in views(reports))))
     parts.extend(block for report in views(reports) for block in _one(report))
     return "\n\n".join(_as_many_as_fit([part for part in parts if part])) + "\n"
@@ -50,19 +51,19 @@ def _as_many_as_fit(blocks: Sequence[str]) -> list[str]:
 
 
 def _summary_row(report: ReportView) -> tuple[str, ...]:
-    return (_code(report.candidate), f"{_SIGN[report.verdict]} {report.word}", _inline(report.headline))
+    return (_code(report.candidate), f"{_SIGN[report.verdict]} {report.word}", _prose(report.headline))
 
 
 def _one(report: ReportView) -> list[str]:
     return [
         f"## {_SIGN[report.verdict]} {report.word}: {_code(report.candidate)}",
-        f"**{_inline(report.headline)}**" if report.headline else "",
+        _prose(report.headline),
         f"Problem {_code(report.problem)} · {_inline(report.tally)}",
         _rule_line(report.rule),
         _findings_table("Objections", report.objections),
         _findings_table("Limits found", report.limited),
         _findings_table("Not verified", report.unverified),
-        *(_reproducer(finding) for finding in (*report.objections, *report.limited)),
+        *(_reproducer(finding) for finding in (*report.objections, *report.limited, *report.unverified)),
         _trial(report.trial),
         _fold("Error growth", "\n\n".join(_growth_blocks(report))),
         _fold("Every check", _checks_table(report)),
@@ -76,7 +77,7 @@ def _rule_line(rule: RuleView | None) -> str:
     if rule is None:
         return ""
     tally = f" {rule.tally}" if rule.tally else ""
-    summary = f" ({_inline(rule.summary)})" if rule.summary else ""
+    summary = f" ({_prose(rule.summary)})" if rule.summary else ""
     return f"Benchmark's own rule: **{rule.word}**{tally}{summary}"
 
 
@@ -89,14 +90,14 @@ def _findings_table(heading: str, findings: Sequence[FindingView]) -> str:
 
 def _finding_row(finding: FindingView) -> tuple[str, ...]:
     where = "; ".join(f"{label} {value}" for label, value in finding.where)
-    what = f"{_inline(finding.reason)} ({_code(finding.check)})"
+    what = f"{_prose(finding.reason)} ({_code(finding.check)})"
     return (
         str(finding.number),
         what,
         _inline(where),
         _inline(finding.measured),
         _allowed(finding),
-        _inline(finding.advice),
+        _prose(finding.advice),
     )
 
 
@@ -107,13 +108,13 @@ def _allowed(finding: FindingView) -> str:
 def _reproducer(finding: FindingView) -> str:
     if not finding.reproducer:
         return ""
-    return _fold(f"Reproduce {finding.word} {finding.number}", _fence(finding.reproducer))
+    return _fold(f"Reproduce {_NAME_OF[finding.outcome]} {finding.number}", _fence(finding.reproducer))
 
 
 def _trial(trial: TrialView | None) -> str:
     if trial is None:
         return ""
-    rows = ((_inline(c.data), _inline(c.optimizer), _inline(c.verdict), _inline(c.reason)) for c in trial.cells)
+    rows = ((_inline(c.data), _inline(c.optimizer), _inline(c.verdict), _prose(c.reason)) for c in trial.cells)
     return _fold(
         "Training trials", f"{_inline(trial.model)}\n\n" + _table(("data", "optimizer", "verdict", "why"), rows)
     )
@@ -122,12 +123,12 @@ def _trial(trial: TrialView | None) -> str:
 def _growth_blocks(report: ReportView) -> Iterable[str]:
     for growth in report.growth:
         rows = ((row.contributions, row.error, row.floor, row.factor) for row in growth.rows)
-        yield f"{_code(growth.output)}: {_inline(growth.sentence)}"
+        yield f"{_code(growth.output)}: {_prose(growth.sentence)}"
         yield _table(("contributions", "error", "honest floor", "times the floor"), rows)
 
 
 def _checks_table(report: ReportView) -> str:
-    rows = ((_code(c.check), c.word, c.calls, c.seconds, _inline(c.summary)) for c in report.checks)
+    rows = ((_code(c.check), c.word, c.calls, c.seconds, _prose(c.summary)) for c in report.checks)
     return _table(("check", "outcome", "calls", "time", "summary"), rows) if report.checks else ""
 
 
@@ -142,7 +143,7 @@ def _replay_blocks(report: ReportView) -> Iterable[str]:
 
 
 def _bullets(lines: Iterable[str]) -> str:
-    return "\n".join(f"- {_inline(line)}" for line in lines if line)
+    return "\n".join(f"- {_prose(line)}" for line in lines if line)
 
 
 def _fold(title: str, body: str) -> str:
@@ -162,6 +163,12 @@ def _inline(text: str) -> str:
     text = _SPECIAL.sub(r"\\\1", text)
     # A zero-width space after @ keeps a name from being called; an entity keeps a URL from being linked.
     return text.replace("@", "@\u200b").replace("://", "&#58;//")
+
+
+def _prose(text: str) -> str:
+    """A sentence in which `names in backticks` stay code spans; the rest is `_inline`."""
+    pieces = re.split(r"`([^`]+)`", words.shortened(text, _TABLE_CELL))
+    return "".join(_code(piece) if place % 2 else _inline(piece) for place, piece in enumerate(pieces) if piece)
 
 
 def _code(text: str) -> str:

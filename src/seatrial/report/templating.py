@@ -24,6 +24,8 @@ def _environment() -> Environment:
         keep_trailing_newline=True,
     )
     environment.filters["breakable"] = breakable
+    environment.filters["prose"] = prose
+    environment.filters["value"] = lambda text: _code_in_backticks(breakable(text))
     return environment
 
 
@@ -36,3 +38,12 @@ def breakable(text: str) -> Markup:
 def rendered(template: str, **values: Any) -> str:
     """The text of one template."""
     return _environment().get_template(template).render(**values)
+
+
+def prose(text: str) -> Markup:
+    """A sentence in which `names in backticks` are set as code."""
+    return _code_in_backticks(escape(text))
+
+
+def _code_in_backticks(escaped: Markup) -> Markup:
+    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escaped)))
