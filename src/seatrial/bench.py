@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from seatrial.model import CallRecord, Candidate, Ran, Value
+from seatrial.model import CallRecord, Candidate, OutputSlot, Ran, Value
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,18 +57,28 @@ class Bench:
         echo: bool = False,
     ) -> CallRecord:
         """One call on the inputs of a case (or on others of the same sizes)."""
+        return self._call(
+            self.study.inputs(case) if inputs is None else inputs,
+            self.study.slots(case.workload),
+            poison=poison,
+            echo=echo,
+        )
+
+    def _call(
+        self,
+        inputs: Sequence[Value],
+        slots: Sequence[OutputSlot],
+        *,
+        poison: float | None = NAN,
+        echo: bool = False,
+    ) -> CallRecord:
         refusal = self._refusal()
         if refusal is not None:
             return refusal
         session = self._open()
         if session.loaded.ran is not Ran.RETURNED:
             return session.loaded
-        record = session.call(
-            self.study.inputs(case) if inputs is None else inputs,
-            self.study.slots(case.workload),
-            poison=poison,
-            echo=echo,
-        )
+        record = session.call(inputs, slots, poison=poison, echo=echo)
         self.calls += 1
         if not session.alive:
             self.deaths.append(record)
@@ -81,6 +91,19 @@ class Bench:
         def call(inputs: Sequence[Value]) -> tuple[Tensor, ...] | None:
             record = self.call(case, inputs=inputs)
             return record.outputs if record.usable else None
+
+        return call
+
+    def trial_kernel(self) -> Callable[[Sequence[Value]], tuple[Tensor, ...]]:
+        """The candidate for a training loop that chooses its own sizes; raises KernelFailed with its words."""
+        from seatrial.checks.base import unusable
+        from seatrial.trials.kernels import KernelFailed
+
+        def call(inputs: Sequence[Value]) -> tuple[Tensor, ...]:
+            record = self._call(inputs, self.study.slots_for(inputs))
+            if not record.usable:
+                raise KernelFailed(unusable(record))
+            return record.outputs
 
         return call
 

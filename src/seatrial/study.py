@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from seatrial.numerics.oracle import Oracle
     from seatrial.numerics.probes import Fingerprint, ProbePlan
     from seatrial.numerics.trace import Trace
+    from seatrial.trials.matrix import HonestRuns, Settings
 
 T = TypeVar("T")
 
@@ -333,6 +334,20 @@ class Study:
                     counts = torch.bincount(ids.reshape(-1).long(), minlength=bound)
                     groups[slots[out].name] = {"contributions": self.device.to_device(contribution_deciles(counts))}
         return groups
+
+    @cached_property
+    def trial_settings(self) -> Settings:
+        """Sizes of the training trial under this policy."""
+        from seatrial.trials.matrix import Settings
+
+        return Settings(seeds=self.policy.trial_seeds)
+
+    @cached_property
+    def honest_runs(self) -> HonestRuns:
+        """Training runs of the reference and the controls: they belong to the problem and serve every candidate."""
+        from seatrial.trials.matrix import HonestRuns
+
+        return HonestRuns()
 
     def growth(self, kernel: Callable[[Sequence[Value]], tuple[Tensor, ...] | None]) -> tuple[Growth, ...]:
         """Error against the number of contributions, per output that has a lever."""

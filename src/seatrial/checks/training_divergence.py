@@ -26,26 +26,27 @@ def plan(study: Study) -> Sequence[Job] | NotApplicable:
     """One job: the whole matrix."""
     if not study.policy.trial:
         return NotApplicable(f"policy {study.policy.name} runs no training trial")
-    from seatrial.trials import find_adapter
+    from seatrial.trials.matrix import find_adapter
 
-    if find_adapter(study.problem) is None:
-        return NotApplicable("no training adapter fits this problem's inputs and outputs")
+    adapter = find_adapter(study.problem)
+    if isinstance(adapter, str):
+        return NotApplicable(adapter)
     return (Job("training matrix", ()),)
 
 
 def observe(bench: Bench, job: Job) -> Evidence:
     """Run the matrix; the candidate's part of each step goes over the wire."""
-    from seatrial.trials import run_matrix
+    from seatrial.trials.matrix import run_matrix
 
     trial, why = run_matrix(
         bench.study.problem,
         bench.trial_kernel(),
         settings=bench.study.trial_settings,
         honest=bench.study.honest_runs,
-        device=bench.study.device,
-        seed=bench.study.seed_for("trial"),
         fault_proven=bench.proven_fault,
-        progress=lambda words, share: bench.progress(words, share),
+        device=bench.study.device.name,
+        progress=lambda cell, step, total: bench.progress(cell, step / max(1, total)),
+        seed=bench.study.seed_for("trial"),
     )
     return Evidence(job, (), {"trial": trial, "why": why})
 
