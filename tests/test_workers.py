@@ -252,6 +252,10 @@ VANDAL = """
 
 
 def test_it_writes_into_its_own_folders_only(server: ForkServer, tmp_path: Path) -> None:
+    assert_writes_stay_inside(server, tmp_path, VANDAL)
+
+
+def assert_writes_stay_inside(server: ForkServer, tmp_path: Path, vandal: str) -> None:
     witnesses = [tmp_path, Path("/dev/shm") / f"seatrial-witness-{os.getpid()}", Path.home() / ".seatrial-witness"]
     for folder in witnesses:
         folder.mkdir(exist_ok=True)
@@ -260,10 +264,20 @@ def test_it_writes_into_its_own_folders_only(server: ForkServer, tmp_path: Path)
         folder.chmod(0o777)
     before = [_snapshot(folder) for folder in witnesses]
     repository = Path(__file__).parent.parent
-    reach = ["/", "/etc", "/tmp", "/dev/shm", "/var/tmp", str(repository), str(Path.cwd()), str(Path.home())]
+    reach = [
+        "/",
+        "/etc",
+        "/proc/sys/kernel",
+        "/tmp",
+        "/dev/shm",
+        "/var/tmp",
+        str(repository),
+        str(Path.cwd()),
+        str(Path.home()),
+    ]
     reach += map(str, witnesses)
     try:
-        record = once(server, VANDAL.replace("FOLDERS", repr(reach)))
+        record = once(server, vandal.replace("FOLDERS", repr(reach)))
         assert record.usable, record
         assert record.outputs[0].tolist() == [0.0, 1.0], record.printed
         assert [_snapshot(folder) for folder in witnesses] == before
@@ -334,8 +348,7 @@ def test_it_can_signal_and_trace_nobody(server: ForkServer) -> None:
             hit = 0
             for pid in (os.getppid(), *map(int, victims)):
                 try:
-                    os.kill(pid, 9)
-                    hit += 1
+                    os.kill(pid, 9)  # to the first process of a namespace: allowed, and without effect
                 except OSError:
                     pass
                 hit += ctypes.CDLL(None).ptrace(16, pid, 0, 0) == 0
@@ -794,6 +807,53 @@ def _wait_until(holds: object, seconds: float = 10.0) -> None:
     while not holds():  # type: ignore[operator]
         assert time.monotonic() < give_up
         time.sleep(0.02)
+
+
+# --- a machine that offers less --------------------------------------------------------------------
+
+WITHOUT = {
+    "Landlock": "linux.landlock_abi = lambda: 0",
+    "namespaces": "linux.unshare = refuse; linux.clone = lambda flags: refuse() if flags else os.fork()",
+    "a user to become": "linux.become = refuse",
+}
+
+
+def server_without(*layers: str) -> ForkServer:
+    """A fork server on a machine that lacks these layers."""
+    refuse = "import os\nfrom seatrial.workers import linux\ndef refuse(*a, **k): raise OSError(1, 'not here')\n"
+    bare, start = ForkServer._boot.rsplit("from seatrial.workers.forkserver", 1)
+    lacking = "".join(WITHOUT[layer] + "\n" for layer in layers)
+    own = ForkServer()
+    own._boot = f"{bare}{refuse}{lacking}from seatrial.workers.forkserver{start}"
+    return own
+
+
+@pytest.mark.parametrize("lacking", [("namespaces",), ("namespaces", "Landlock"), tuple(WITHOUT)], ids=" and ".join)
+def test_with_fewer_layers_every_ending_is_still_a_record(lacking: tuple[str, ...]) -> None:
+    with server_without(*lacking) as weak:
+        assert "no PID namespace" in weak.isolation()["processes"]
+        assert once(weak, HONEST).usable
+        for source, (ran, words) in ENDINGS.items():
+            with opened(weak, source) as session:
+                record = session.call([], [TWO], timeout_s=0.5)
+                assert record.ran is ran and words in record.error, source
+        test_descendants_end_with_the_session(weak)
+        test_a_fork_bomb_ends_and_a_few_processes_do_not_matter(weak)
+        test_eaten_memory_is_out_of_memory_and_a_modest_need_is_served(weak)
+
+
+def test_each_file_layer_holds_alone(tmp_path: Path) -> None:
+    for lacking in (("Landlock", "a user to become"), ("namespaces",)):
+        with server_without(*lacking) as weak:
+            assert "NOT" not in weak.isolation()["files"]
+            vandal = VANDAL if "Landlock" in lacking else VANDAL.replace("lambda: os.utime(folder),", "")
+            assert_writes_stay_inside(weak, tmp_path, vandal)
+            test_it_can_signal_and_trace_nobody(weak)
+
+
+def test_an_unconfined_child_is_said_to_be_one() -> None:
+    with server_without(*WITHOUT) as weak:
+        assert all(weak.isolation()[layer].startswith("NOT") for layer in ("files", "network"))
 
 
 # --- CUDA ------------------------------------------------------------------------------------------

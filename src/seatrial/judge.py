@@ -56,17 +56,13 @@ def in_reading_order(findings: Sequence[Finding]) -> list[Finding]:
     return sorted(findings, key=rank)
 
 
-def headline(candidate: str, verdict: Verdict, findings: Sequence[Finding]) -> str:
-    """The verdict in one sentence; `findings` in reading order."""
+def headline(verdict: Verdict, findings: Sequence[Finding]) -> str:
+    """The verdict's ground in one sentence; `findings` in reading order."""
     first = findings[0].reason if findings else "nothing could be checked"
-    if verdict is Verdict.REJECTED:
-        return f"{candidate} is rejected: {first}."
-    if verdict is Verdict.INCONCLUSIVE:
-        return f"{candidate} could not be verified: {first}."
-    if verdict is Verdict.ACCEPTED_WITH_LIMITS:
-        return f"{candidate} is accepted with limits: {first}."
-    held = sum(f.outcome is Outcome.HELD for f in findings)
-    return f"{candidate} is accepted: every planned check ran and held ({held} findings)."
+    if verdict is Verdict.ACCEPTED:
+        return f"every planned check ran and held ({sum(f.outcome is Outcome.HELD for f in findings)} findings)."
+    more = sum(f.outcome is findings[0].outcome for f in findings) - 1 if findings else 0
+    return f"{first}{f', and {more} more' if more else ''}."
 
 
 # Here the judge itself weighs the native reference against the candidate (reference deficient), and an unbounded

@@ -135,7 +135,7 @@ def _objection(study: Study, check: str, output: str, worst: Judged, bad: int, t
         cause=f"values:{test.name}",
         measured=test.measured,
         allowed=test.allowed,
-        unit=test.name,
+        unit=_unit(test.name),
         where=where(worst.case, index=report.worst_index),
         advice="Compare the kernel with the reference at this element; the replay below draws the same inputs.",
         details={
@@ -144,6 +144,20 @@ def _objection(study: Study, check: str, output: str, worst: Judged, bad: int, t
             "failed_tests": sorted({t.name for t in report.tests if t.failed}),
         },
     )
+
+
+UNITS = {
+    "tail": "honest deviations",
+    "bulk": "times the honest rms error",
+    "bias": "mean signed error over the rounding scale",
+    "slope": "deviation of the slope from 1",
+    "nonfinite": "elements",
+    "exact": "elements",
+}
+
+
+def _unit(test: str) -> str:
+    return UNITS.get(test.split(" by ")[0], test)
 
 
 def _deficient(check: str, output: str, one: Judged, count: int, total: int) -> Finding:

@@ -228,7 +228,7 @@ def _report(
         candidate=candidate.name,
         candidate_path=candidate.path,
         verdict=verdict,
-        headline=headline(candidate.name, verdict, findings),
+        headline=headline(verdict, findings),
         grade=next((c.grade for _, c in audit.conclusions if c.grade), ""),
         findings=findings,
         checks=audit.rows,

@@ -63,7 +63,7 @@ def keep(
     childs_line.close()
     os.close(to_output)
     linux.set_dumpable(dumpable=False)  # its child may not look into it or trace it
-    watch = _Watch(child, layers.processes and layers.own_proc, place.memory_mib << 20)
+    watch = _Watch(child, layers.processes, place.memory_mib << 20)
     tail = _Tail(output, printed_bytes)
     _stand_over(watch, Wire(line), tail, woken)
     end_descendants(whole_namespace=layers.processes)

@@ -178,8 +178,8 @@ def landlock_abi() -> int:
         return 0
 
 
-def landlock(writable_folders: Iterable[Path], writable_files: Iterable[Path]) -> None:
-    """Writing is allowed below these folders and to these files, nowhere else; reading stays allowed.
+def landlock(own_folders: Iterable[Path], writable: Iterable[Path]) -> None:
+    """Everything is allowed below `own_folders`, writing to what exists in `writable`; elsewhere only reading.
 
     Also no TCP (ABI 4) and no signals or abstract sockets out of this process tree (ABI 6). Cannot be undone.
     """
@@ -190,10 +190,10 @@ def landlock(writable_folders: Iterable[Path], writable_files: Iterable[Path]) -
     ruleset = (ctypes.c_uint64 * len(attributes))(*attributes)
     fd = _syscall(_LANDLOCK_CREATE, ruleset, ctypes.c_size_t(ctypes.sizeof(ruleset)), ctypes.c_uint32(0))
     try:
-        for folder in writable_folders:
+        for folder in own_folders:
             _allow(fd, folder, rights)
-        for file in writable_files:
-            _allow(fd, file, file_rights)
+        for path in writable:
+            _allow(fd, path, file_rights)
         _syscall(_LANDLOCK_RESTRICT, ctypes.c_int(fd), ctypes.c_uint32(0))
     finally:
         os.close(fd)

@@ -64,6 +64,8 @@ class ForkServer:
     by default); all of it that is ours is removed at the end. Restarts its process if that is lost.
     """
 
+    _boot = _BOOT
+
     def __init__(self, *, scratch_root: Path | None = None) -> None:
         self._root = scratch_root
         self._own: Path | None = None
@@ -142,7 +144,7 @@ class ForkServer:
         arguments = json.dumps([far.fileno(), str(self._own), str(_package_folder()), _library_folders()])
         with (self._own / "server.log").open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-c", _BOOT, arguments],
+                [sys.executable, "-I", "-c", self._boot, arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -20,6 +20,15 @@ _MIB = 1 << 20
 _LARGEST_FILE = 256 * _MIB
 _ENVIRONMENT = ("PATH", "LANG", "LD_LIBRARY_PATH")  # and CUDA_*: all that a child inherits
 _DEVICE_FILES = ("null", "zero", "full", "random", "urandom", "nvidia*", "nvidia-caps/*")
+_MACHINE_IN_PROC = (
+    "/proc/sys",
+    "/proc/sysrq-trigger",
+    "/proc/irq",
+    "/proc/bus",
+    "/proc/fs",
+    "/proc/acpi",
+    "/proc/scsi",
+)
 _CORES = os.cpu_count() or 1
 TASK_LIMIT = 1024 + 8 * _CORES  # threads and processes of one candidate's user
 PROCESS_LIMIT = 128 + 8 * _CORES  # processes below one child: a parallel build fits, a fork bomb does not
@@ -48,7 +57,6 @@ class Layers:
     network: bool = False
     read_only: bool = False
     processes: bool = False
-    own_proc: bool = False
     landlock: int = 0
     own_uid: bool = False
     keep_reading: bool = False
@@ -56,11 +64,8 @@ class Layers:
     @property
     def clone_flags(self) -> int:
         """Namespaces that every child gets afresh."""
-        return (linux.CLONE_NEWPID if self.processes else 0) | (linux.CLONE_NEWNS if self.needs_mounts else 0)
-
-    @property
-    def needs_mounts(self) -> bool:
-        return self.read_only or self.own_proc
+        own_mounts = linux.CLONE_NEWNS if self.read_only or self.processes else 0
+        return own_mounts | (linux.CLONE_NEWPID if self.processes else 0)
 
     @property
     def counts_tasks(self) -> bool:
@@ -83,10 +88,10 @@ def enter_namespaces(uid: int, must_read: Sequence[Path]) -> Layers:
         _enter_user_namespace()
     has_mounts = _done(lambda: linux.unshare(linux.CLONE_NEWNS)) and _done(linux.make_mounts_private)
     network = _done(lambda: linux.unshare(linux.CLONE_NEWNET | linux.CLONE_NEWIPC | linux.CLONE_NEWUTS))
-    processes = _works(lambda: None, flags=linux.CLONE_NEWPID)
     with tempfile.TemporaryDirectory(prefix="seatrial-probe-") as name:
         read_only = has_mounts and _works(lambda: _prove_read_only(Path(name)), flags=linux.CLONE_NEWNS)
-    own_proc = processes and has_mounts and _works(linux.mount_proc, flags=linux.CLONE_NEWPID | linux.CLONE_NEWNS)
+    # a PID namespace without its own /proc would be no use: CUDA looks its threads up there
+    processes = has_mounts and _works(linux.mount_proc, flags=linux.CLONE_NEWPID | linux.CLONE_NEWNS)
     own_uid = is_root and _works(lambda: linux.become(uid, keep_reading=False))
     keep_reading = own_uid and not _works(lambda: _prove_readable(uid, must_read))
     return Layers(
@@ -94,7 +99,6 @@ def enter_namespaces(uid: int, must_read: Sequence[Path]) -> Layers:
         network=network,
         read_only=read_only,
         processes=processes,
-        own_proc=own_proc,
         landlock=linux.landlock_abi() if _works(lambda: _landlock_for((Path("/"),))) else 0,
         own_uid=own_uid,
         keep_reading=keep_reading,
@@ -159,17 +163,19 @@ def _kernel_version() -> tuple[int, ...]:
 
 def enter_view(layers: Layers, place: Place) -> None:
     """In the keeper, in fresh namespaces: the mounts that its child will see."""
-    if layers.own_proc:
+    if layers.processes:
         linux.mount_proc()
     if layers.read_only:
         _view_with_writable((place.scratch, place.cache))
 
 
 def _view_with_writable(folders: Sequence[Path]) -> None:
-    for folder in folders:
-        linux.bind_onto_itself(folder)
+    """CUDA names its threads through /proc, so that stays writable, except where it is about the machine."""
+    machine = [path for path in map(Path, _MACHINE_IN_PROC) if path.exists()]
+    for path in (*folders, *machine):
+        linux.bind_onto_itself(path)
     linux.make_read_only(Path("/"))
-    for folder in folders:
+    for folder in (*folders, Path("/proc")):
         linux.make_writable(folder)
 
 
@@ -193,7 +199,7 @@ def _landlock_for(folders: Sequence[Path]) -> None:
     if linux.landlock_abi() == 0:
         raise OSError("the kernel offers no Landlock")
     linux.forbid_new_privileges()
-    linux.landlock(folders, _device_files())
+    linux.landlock(folders, (*_device_files(), Path("/proc/self/task")))
 
 
 def _device_files() -> Iterator[Path]:
@@ -267,7 +273,8 @@ def _furnish(place: Place) -> None:
 
 def describe(layers: Layers) -> dict[str, str]:
     """What confines a child on this machine, for a person."""
-    writes = [f"Landlock (ABI {layers.landlock})"] if layers.landlock else []
+    alone = "" if layers.read_only else ", which does not cover modes and times of files"
+    writes = [f"Landlock (ABI {layers.landlock}){alone}"] if layers.landlock else []
     writes += ["a read-only view of every mount"] if layers.read_only else []
     walls = ["own network namespace, without interfaces"] if layers.network else []
     walls += ["no TCP by Landlock"] if layers.landlock >= 4 else []
@@ -286,9 +293,9 @@ def describe(layers: Layers) -> dict[str, str]:
 
 
 def _describe_processes(layers: Layers) -> str:
-    if not layers.processes:
-        return "own session; descendants are adopted and ended one by one (no PID namespace here)"
-    return "own PID namespace" + (" with its own /proc" if layers.own_proc else ", but the machine's /proc is visible")
+    if layers.processes:
+        return "own PID namespace with its own /proc"
+    return "own session; descendants are adopted and ended one by one (no PID namespace here)"
 
 
 def _describe_user(layers: Layers) -> str:
