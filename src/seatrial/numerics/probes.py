@@ -48,6 +48,7 @@ _NEAR_SPAN = 4  # places within which the three terms of a near probe stand
 _FAR_PARTS = ((0.0, 0.25), (0.4, 0.6), (0.75, 1.0))  # of the sum, for the three terms of a far probe
 _DISGUISE_PAIRS = 4  # ± pairs of small terms around a disguised probe
 _LEAST_TERMS = 3
+_LEAST_REACH = 12  # a probe that cannot tell bfloat16 and float16 from more says nothing
 _ENOUGH_PLACEMENTS = 6  # without a loss on so many, the order of summation is no excuse
 _MOST_ZEROED = 3  # other inputs set to zero one at a time, in search of uncoupled sums
 # Distinct numbers, exact in every dtype down to fp8; one for each sum probed side by side in one call.
@@ -303,7 +304,7 @@ def _find_setting(
     best: _Setting | None = None
     longest = _as_long_as_it_gets(trace, names[slot], output)
     for lever, levered in _with_levers(inputs, output, trace, names, rng):
-        for fill, filled in _fills(levered, slot):
+        for fill, filled in _fills(levered, slot, names):
             found = _longest_sum(oracle, filled, slot, output, rng)
             if found is not None and (best is None or _worth(found) > _worth(best)):
                 best = replace(found, where="; ".join(w for w in (fill, lever) if w))
@@ -344,7 +345,7 @@ def _with_levers(
     yield "", list(inputs)
 
 
-def _fills(inputs: Sequence[Value], slot: int) -> Iterator[tuple[str, list[Value]]]:
+def _fills(inputs: Sequence[Value], slot: int, names: Sequence[str]) -> Iterator[tuple[str, list[Value]]]:
     """Neutral values of the other float inputs, under which terms tend to have equal weights.
 
     Ones make most weights equal; one input of zeros among ones uncouples neighbours (a normalised row
@@ -359,7 +360,7 @@ def _fills(inputs: Sequence[Value], slot: int) -> Iterator[tuple[str, list[Value
     if not others:
         return
     for zero in others[:_MOST_ZEROED] if len(others) > 1 else ():
-        words = f"float input {zero} all zeros, the others ones"
+        words = f"{names[zero]} all zeros, other float inputs all ones"
         yield words, filled(lambda p, t, zero=zero: torch.zeros_like(t) if p == zero else torch.ones_like(t))  # type: ignore[misc]
     yield "other float inputs alternating ±1", filled(lambda p, t: _alternating(t))
     yield "other float inputs all zeros", filled(lambda p, t: torch.zeros_like(t))
@@ -505,6 +506,8 @@ def _plan_sum(
     rng: random.Random,
 ) -> list[Sum]:
     largest = _largest_exponent(setting, dtype)
+    if largest < _LEAST_REACH:
+        return []
     wanted = [pattern for _ in range(placements) for pattern in PATTERNS]
     batches = _confirmed(oracle, setting, _fill_batches(setting, wanted, rng), largest)
     if not batches:
