@@ -74,6 +74,14 @@ def bits(tensor: Tensor) -> bytes:
     return bytes(buffer(all_bytes(tensor.contiguous().clone())))
 
 
+def _uses_a_helper(x: Tensor) -> Tensor:
+    import seatrial_test_helper  # type: ignore[import-not-found]
+
+    return x * int(seatrial_test_helper.FACTOR)
+
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
 HONEST = "import torch\ndef run(*a): return torch.tensor([1.0, 2.0])\n"
 
 
@@ -89,6 +97,16 @@ def test_a_pickled_callable_is_served(server: ForkServer) -> None:
     pickled = Candidate("c", ("python",), "", False, pickled=cloudpickle.dumps(lambda x, n: x * n))
     with server.open(pickled, device="cpu", policy=POLICY) as session:
         assert session.call([torch.ones(2), 3], [TWO]).outputs[0].tolist() == [3.0, 3.0]
+
+
+def test_a_pickled_callable_finds_its_own_modules(server: ForkServer, tmp_path: Path) -> None:
+    (tmp_path / "seatrial_test_helper.py").write_text("FACTOR = 5\n")
+    tmp_path.chmod(0o700)  # where another user could not read
+    pickled = Candidate("c", ("python",), "", False, pickled=cloudpickle.dumps(_uses_a_helper))
+    with server.open(replace(pickled, import_paths=(str(tmp_path),)), device="cpu", policy=POLICY) as session:
+        assert session.call([torch.ones(2)], [TWO]).outputs[0].tolist() == [5.0, 5.0]
+    with server.open(pickled, device="cpu", policy=POLICY) as session:
+        assert "seatrial_test_helper" in session.call([torch.ones(2)], [TWO]).error
 
 
 def test_a_candidate_that_cannot_be_built_is_said_to_be_lost(server: ForkServer) -> None:
@@ -228,7 +246,7 @@ VANDAL = """
         here = os.getcwd()
         done = []
         for top in FOLDERS:
-            folders = [top] + [str(p) for p in pathlib.Path(top).glob('*') if p.is_dir()][:20]
+            folders = [top] + [str(p) for p in pathlib.Path(top).glob('*') if p.is_dir() and str(p) != '/proc'][:20]
             for folder in folders:
                 for act in (
                     lambda: open(folder + '/vandal', 'w').close(),

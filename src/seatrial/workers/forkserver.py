@@ -120,6 +120,7 @@ def _become_keeper(
         uid=order["uid"] or 0,
         memory_mib=order["memory_mib"],
         data_limit=order["data_limit"],
+        reads_private=order["reads_private"],
     )
 
     def run_child() -> NoReturn:

@@ -14,6 +14,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -96,8 +97,8 @@ class _Tail:
     def __init__(self, fd: int, limit: int) -> None:
         self.fd, self._limit, self._kept = fd, limit, bytearray()
         os.set_blocking(fd, False)
-        # fewer wake-ups while a candidate floods
-        fcntl.fcntl(fd, getattr(fcntl, "F_SETPIPE_SZ", 1031), _READ_AT_ONCE)
+        with suppress(OSError):  # only a wish: fewer wake-ups while a candidate floods
+            fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, _READ_AT_ONCE)
 
     def read_once(self) -> int:
         """Takes what is there, once; 0 at the end and when there is nothing."""
@@ -206,7 +207,18 @@ def _children(pid: int) -> list[int]:
         tasks = os.listdir(f"/proc/{pid}/task")
         return [int(c) for task in tasks for c in Path(f"/proc/{pid}/task/{task}/children").read_text().split()]
     except OSError:
-        return []
+        return _children_by_parent(pid)
+
+
+def _children_by_parent(pid: int) -> list[int]:
+    """For kernels without lists of children: every process that names `pid` as its parent."""
+    found = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError, IndexError):
+            after_name = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2]
+            if int(after_name.split()[1]) == pid:
+                found.append(int(name))
+    return found
 
 
 def end_descendants(*, whole_namespace: bool) -> None:

@@ -122,6 +122,7 @@ class ForkServer:
                 "uid": self._uid(candidate),
                 "memory_mib": policy.memory_mib,
                 "data_limit": device == "cpu",
+                "reads_private": bool(candidate.import_paths),
                 "printed_bytes": policy.printed_kib << 10,
                 "preload": _will_import(candidate),
             }

@@ -47,6 +47,7 @@ class Place:
     uid: int
     memory_mib: int
     data_limit: bool
+    reads_private: bool = False  # the candidate's own imports may lie where only the caller can read
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,8 @@ class Layers:
     processes: bool = False
     landlock: int = 0
     own_uid: bool = False
-    keep_reading: bool = False
+    may_read_all: bool = False
+    must_read_all: bool = False
 
     @property
     def clone_flags(self) -> int:
@@ -92,16 +94,17 @@ def enter_namespaces(uid: int, must_read: Sequence[Path]) -> Layers:
         read_only = has_mounts and _works(lambda: _prove_read_only(Path(name)), flags=linux.CLONE_NEWNS)
     # a PID namespace without its own /proc would be no use: CUDA looks its threads up there
     processes = has_mounts and _works(linux.mount_proc, flags=linux.CLONE_NEWPID | linux.CLONE_NEWNS)
-    own_uid = is_root and _works(lambda: linux.become(uid, keep_reading=False))
-    keep_reading = own_uid and not _works(lambda: _prove_readable(uid, must_read))
+    may_read_all = is_root and _works(lambda: _become(uid, keep_reading=True))
+    can_read = is_root and _works(lambda: _prove_readable(uid, must_read))
     return Layers(
         user_namespace=user_namespace,
         network=network,
         read_only=read_only,
         processes=processes,
         landlock=linux.landlock_abi() if _works(lambda: _landlock_for((Path("/"),))) else 0,
-        own_uid=own_uid,
-        keep_reading=keep_reading,
+        own_uid=can_read or may_read_all,
+        may_read_all=may_read_all,
+        must_read_all=not can_read,
     )
 
 
@@ -147,8 +150,14 @@ def _prove_read_only(folder: Path) -> None:
         raise OSError("the read-only view can be written to")
 
 
+def _become(uid: int, *, keep_reading: bool) -> None:
+    linux.empty_bounding_set(keep_reading=keep_reading)
+    linux.become(uid, keep_reading=keep_reading)
+    linux.set_dumpable(dumpable=True)  # a change of user had made it look like a privileged program
+
+
 def _prove_readable(uid: int, paths: Sequence[Path]) -> None:
-    linux.become(uid, keep_reading=False)
+    _become(uid, keep_reading=False)
     for path in paths:
         if not os.access(path, os.R_OK):
             raise OSError(f"{path} cannot be read by another user")
@@ -182,11 +191,10 @@ def _view_with_writable(folders: Sequence[Path]) -> None:
 def confine(layers: Layers, place: Place) -> None:
     """In the process that will hold the candidate: gives up everything that it does not need, for good."""
     _limit_resources(layers, place)
-    linux.empty_bounding_set(keep_reading=layers.keep_reading)
     if layers.own_uid:
-        linux.become(place.uid, keep_reading=layers.keep_reading)
-        linux.set_dumpable(dumpable=True)
+        _become(place.uid, keep_reading=layers.must_read_all or (place.reads_private and layers.may_read_all))
     else:
+        linux.empty_bounding_set(keep_reading=False)
         linux.set_capabilities(0)
     linux.die_with_parent()
     linux.forbid_new_privileges()
@@ -300,7 +308,7 @@ def _describe_processes(layers: Layers) -> str:
 
 def _describe_user(layers: Layers) -> str:
     if layers.own_uid:
-        kept = "the one to read files (the interpreter is not readable otherwise)" if layers.keep_reading else "none"
+        kept = "the one to read files (the interpreter is not readable otherwise)" if layers.must_read_all else "none"
         return f"an unprivileged user of its own; capabilities: {kept}; no new privileges"
     if layers.user_namespace:
         return "the caller's user in a user namespace, without capabilities; no new privileges"
