@@ -204,7 +204,7 @@ class Yardstick:
 
     def slope_allowed(self) -> float:
         """Spread of independent honest errors, plus what samples show of common ones, plus the bias allowance."""
-        y, w = self._finite(self.y), self._finite(self.half + self.sigma)
+        y, w = self._finite(self.y), self._finite(self.half + self.sigma + self._floor)
         energy = float((y * y).sum())
         if energy == 0.0:
             return math.inf
@@ -230,7 +230,7 @@ class Yardstick:
             kept = finite & (self._class == 0)
             kept = kept if self._excused is None else kept & ~self._excused
         spread = sigma + self._floor
-        excess = (out - self.y).abs_().sub_(self.half * _SLACK).clamp_(min=0)
+        excess = (out - self.y).abs_().sub_(self.half * _SLACK + self._floor).clamp_(min=0)
         w = self.half + spread
         signed = (out - self.rounded).mul_(self.y.sign()).div_(w)
         bulk = (excess / w).square_()

@@ -104,7 +104,7 @@ class Noise:
         if call.name in _SCALES and which == 0:
             return self._disturb_reduction(call, result)
         if call.name in _ONE_ROUNDING or (call.name == "pow" and call.args[1] == 2):
-            return self._times_one_plus(result, self._roundoff(call))
+            return self._with_rounded_constants(call, self._times_one_plus(result, self._roundoff(call)))
         if "fft" in call.name:
             return result + 4 * self._roundoff(call) * (result * result).mean(-1, keepdim=True).sqrt() * self._normal(
                 result
@@ -127,7 +127,22 @@ class Noise:
         return 2.0**-53 if self._wide and call.declared == WIDE else 2.0**-24
 
     def _times_one_plus(self, value: Tensor, size: float) -> Tensor:
-        return torch.addcmul(value, value, self._uniform(value), value=size)
+        one = torch.ones((), dtype=WIDE, device=value.device)
+        return torch.add(one, self._uniform(value), alpha=size).mul_(value)  # keeps infinities
+
+    def _with_rounded_constants(self, call: OpCall, result: Tensor) -> Tensor:
+        """A Python constant is rounded once, which moves every element alike."""
+        if self._wide:
+            return result
+        for constant in (a for a in call.args[1:] if isinstance(a, float) and math.isfinite(a) and a):
+            error = float(torch.tensor(constant, dtype=torch.float32)) - constant
+            if not self._nearest:
+                error *= 2 * float(torch.rand((), generator=self._random)) - 1
+            if call.name.startswith(("add", "sub", "rsub")):
+                result = result + error
+            elif abs(error) < abs(constant):
+                result = result.mul_(1 + (error if not call.name.startswith("div") else -error) / constant)
+        return result
 
     def _disturb_reduction(self, call: OpCall, result: Tensor) -> Tensor:
         deviation = self._tape.scales.get(call.position) if self.on_tape() else None
@@ -138,7 +153,7 @@ class Noise:
         disturbed = torch.addcmul(result, deviation, self._normal(result))
         if call.name in _MATMULS and self._on_tensor_cores(call):
             terms = _matmul_length(call)
-            disturbed = disturbed.add_(result, alpha=-self._drift * self._roundoff(call) * terms / 4)
+            disturbed = disturbed.mul_(1 - self._drift * self._roundoff(call) * terms / 4)
         return disturbed
 
     def _deviation(self, call: OpCall, result: Tensor) -> Tensor:
@@ -206,9 +221,9 @@ class Noise:
         disturbed = self._times_one_plus(result, _FUNCTION_ULPS * u)
         if call.name in _SCALED_BY_ROW:
             rows = self._per_row(call, result)
-            return disturbed.add_(result * rows, alpha=u * math.sqrt(_row_length(call) / 3))
+            return disturbed.mul_(1 + rows * (u * math.sqrt(_row_length(call) / 3)))
         if terms > 1:
-            disturbed.addcmul_(result, self._normal(result), value=u * math.sqrt(terms / 3))
+            disturbed.mul_(1 + self._normal(result) * (u * math.sqrt(terms / 3)))
         return disturbed
 
     def _rerun_on_moved_inputs(self, call: OpCall, result: Tensor, which: int, size: float) -> Tensor:
@@ -388,9 +403,6 @@ def _scatter_scale(call: OpCall, result: Tensor) -> _Scale:
 
 
 def _index_put_scale(call: OpCall, result: Tensor) -> _Scale:
-    accumulates = call.args[3] if len(call.args) > 3 else call.kwargs.get("accumulate", False)
-    if not accumulates:
-        return 1.0, None
     indices, values = call.args[1], call.args[2]
     zeros = torch.zeros_like(result)
     put = torch.ops.aten.index_put.default

@@ -60,6 +60,7 @@ _FILLS = op_names("full linspace logspace arange")
 # Where a value may jump although its argument moved by a rounding error.
 DISCONTINUOUS = op_names("""sort topk argmax argmin argsort floor ceil round trunc sign eq ne lt le gt ge bucketize searchsorted
     floor_divide remainder fmod kthvalue nonzero masked_select heaviside floor_ ceil_ round_ trunc_""")
+_PUTS = op_names("index_put index_put_ _index_put_impl_")
 _SIDE_RESULTS_IN_FP32 = frozenset({"native_layer_norm", "native_group_norm", "native_batch_norm", "_fused_rms_norm"})
 MATMULS = op_names("mm bmm addmm baddbmm _scaled_mm mv addmv dot vdot")
 
@@ -172,6 +173,13 @@ class OpCall:
     in_place: bool
     position: int  # running number of the call; the key into the tape
     fast_matmul_dtype: torch.dtype | None = None  # set inside autocast
+
+    @property
+    def exact(self) -> bool:
+        """Whether the op only moves values."""
+        if self.name in _PUTS:
+            return not (self.args[3] if len(self.args) > 3 else self.kwargs.get("accumulate", False))
+        return self.name in EXACT
 
     def tensors(self) -> Iterator[Tensor]:
         yield from (leaf for leaf in tree_flatten((self.args, self.kwargs))[0] if isinstance(leaf, Tensor))
@@ -318,7 +326,7 @@ class Promotion(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.events.quantised += 1
             args = (args[0], round_to(args[1], self.ledger.declared(args[0])), *args[2:])
             return func(*args, **kwargs)
-        if writes and name in EXACT:
+        if writes and call.exact:
             self._mirror(call, writes)
         result = self._evaluate(call)
         return self._account(call, result, writes)
@@ -377,19 +385,19 @@ class Promotion(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if which and call.name in _SIDE_RESULTS_IN_FP32 and declared != WIDE:
             declared = torch.float32
         grid = declared
-        if call.name in EXACT and is_float(declared):
+        if call.exact and is_float(declared):
             grid = self._common_grid(call, declared)
         disturbed = value
-        if self._perturbation is not None and call.name not in EXACT and value.numel():
+        if self._perturbation is not None and not call.exact and value.numel():
             disturbed = self._perturbation.disturb(call, value, which)
         stored = disturbed
-        if self._perturbation is not None and call.name not in EXACT and value.dtype == WIDE:
+        if self._perturbation is not None and not call.exact and value.dtype == WIDE:
             stored = self._perturbation.store(disturbed, declared)
         fact = self.ledger.declare(stored, declared, grid=grid)
         fact.moved = moved or stored is not value
         if stored is not disturbed:
             self.ledger.set_twin(stored, disturbed)
-        elif call.name in EXACT:
+        elif call.exact:
             self._carry_twin(call, stored, which)
         return stored
 
@@ -400,7 +408,7 @@ class Promotion(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 fact.moved = fact.moved or moved
             return target
         fact.moved = fact.moved or moved
-        if call.name in EXACT:
+        if call.exact:
             source = call.args[-1] if call.name == "copy_" and len(call.args) == 2 else None
             rounds = (
                 isinstance(source, Tensor)
