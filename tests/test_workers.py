@@ -757,6 +757,15 @@ def test_importing_dynamo_patches_nothing(server: ForkServer) -> None:
         assert session.loaded.ran is Ran.RETURNED and session.loaded.facts["patched"] == []
 
 
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU")
+def test_a_compiled_candidate_is_built_in_its_own_cache_and_raises_no_suspicion(server: ForkServer) -> None:
+    source = "import torch\n@torch.compile\ndef run(x): return (x * 2).relu()\n"
+    with opened(server, source, policy=replace(POLICY, call_timeout_s=120.0, memory_mib=4096)) as session:
+        record = session.call([torch.tensor([1.0, -1.0])], [TWO])
+        assert record.usable and record.outputs[0].tolist() == [2.0, 0.0], record
+        assert not any(record.facts[k] for k in ("threads_started", "patched", "flags_changed", "processes_left"))
+
+
 def test_changed_flags_and_generators_are_told(server: ForkServer) -> None:
     source = "import os, torch\ndef run():\n    ACT\n    return torch.ones(2, dtype=torch.float32, device='cpu')\n"
     acts = {

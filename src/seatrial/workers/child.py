@@ -55,6 +55,7 @@ _GUARD_BYTES = 512  # on both sides of a destination; keeps the alignment of a f
 _GUARD = 0xC3
 _POISONED_BYTES, _MOST_BLOCKS = 1 << 18, 96  # of freed memory per output that is left behind on purpose
 _ALIGNMENT_BYTES = 128
+_RECURSION_OF_INDUCTOR = 2000
 _MALLOPT_MMAP_MAX, _MALLOPT_TRIM_THRESHOLD = -4, -1
 
 
@@ -66,6 +67,7 @@ def run(line: socket.socket, place: Place, layers: Layers, threads: int) -> NoRe
         _close_everything_but(wire.fileno())
         _fresh_output()
         _keep_freed_memory()
+        _settle_compilers(place)
         torch.set_num_threads(threads)
     except BaseException as error:  # noqa: BLE001  (a child that is not confined must not load anything)
         _refuse(wire, f"the child could not be confined: {error!r}")
@@ -98,6 +100,15 @@ def _keep_freed_memory() -> None:
     libc = ctypes.CDLL(None)
     libc.mallopt(_MALLOPT_MMAP_MAX, 0)
     libc.mallopt(_MALLOPT_TRIM_THRESHOLD, 2**31 - 1)
+
+
+def _settle_compilers(place: Place) -> None:
+    """What torch.compile would do by itself at its first use, or did in the server with the server's folders."""
+    sys.setrecursionlimit(max(sys.getrecursionlimit(), _RECURSION_OF_INDUCTOR))
+    codecache = sys.modules.get("torch._inductor.codecache")
+    if hasattr(codecache, "_HEADER_DIR"):
+        headers = place.cache / "precompiled_headers"
+        vars(codecache).update(_HEADER_DIR=str(headers), _HEADER_LOCK_DIR=str(headers / "locks"))
 
 
 # --- serving ---------------------------------------------------------------------------------------

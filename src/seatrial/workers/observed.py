@@ -124,6 +124,7 @@ def _is_dynamos_own(now: Any, was: Any) -> bool:
     )
 
 
+# Variables called _TORCH… are notes of torch.compile to itself.
 _SETTINGS: dict[str, Callable[[], object]] = {
     "default dtype": torch.get_default_dtype,
     "default device": torch.get_default_device,
@@ -150,7 +151,7 @@ _SETTINGS: dict[str, Callable[[], object]] = {
     "garbage collector": gc.isenabled,
     "recursion limit": sys.getrecursionlimit,
     "working directory": os.getcwd,
-    "environment": lambda: ", ".join(f"{name}={value}" for name, value in sorted(os.environ.items())),
+    "environment": lambda: ", ".join(f"{k}={v}" for k, v in sorted(os.environ.items()) if not k.startswith("_TORCH")),
 }
 
 

@@ -44,6 +44,9 @@ _UIDS = 64
 _MAX_TEXT = 8192
 _MAX_ITEMS = 64
 
+# Threads do not survive a fork, and compile processes would outlive a call.
+_WITHOUT_POOLS = {"OPENBLAS_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+
 # Names are given by full path, because `python -I` knows neither the caller's folder nor PYTHONPATH.
 _BOOT = """
 import json, sys, types
@@ -149,7 +152,7 @@ class ForkServer:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=inherited_environment() | {"OPENBLAS_NUM_THREADS": "1"},  # no pool of threads at the fork
+                env=inherited_environment() | _WITHOUT_POOLS,
                 cwd="/",
                 pass_fds=(far.fileno(),),
                 start_new_session=True,
@@ -174,7 +177,7 @@ class ForkServer:
         if not message:
             words = self._last_words()
             self._stop()
-            raise InfrastructureError(f"the fork server did not answer within {timeout_s:.0f} s; it said: {words}")
+            raise InfrastructureError(f"the fork server ended or was silent for {timeout_s:.0f} s; it said: {words}")
         answer = json.loads(message)
         assert isinstance(answer, dict)
         return answer
