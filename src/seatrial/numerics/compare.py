@@ -127,6 +127,7 @@ class _Null:
     bulk: float  # mean square
     bias: float
     slope: float
+    groups: dict[str, tuple[float, float]]  # rows and columns: largest bias and rms
 
 
 class Yardstick:
@@ -225,16 +226,15 @@ class Yardstick:
 
     def _errors(self, out: Tensor, sigma: Tensor) -> _Errors:
         kept = None
-        finite = torch.isfinite(out)
-        if not self._all_finite or self._excused is not None or not bool(finite.all()):
-            kept = finite & (self._class == 0)
+        if not self._all_finite or self._excused is not None or not _surely_finite(out):
+            kept = torch.isfinite(out) & (self._class == 0)
             kept = kept if self._excused is None else kept & ~self._excused
         spread = sigma + self._floor
         excess = (out - self.y).abs_().sub_(self.half * _SLACK + self._floor).clamp_(min=0)
         w = self.half + spread
         signed = (out - self.rounded).mul_(self.y.sign()).div_(w)
         bulk = (excess / w).square_()
-        tail = _ratio(excess, spread)
+        tail = excess.div_(spread) if self._floor else _ratio(excess, spread)
         if kept is not None:
             tail, bulk, signed = (torch.where(kept, values, 0.0) for values in (tail, bulk, signed))
         return _Errors(tail, bulk, signed, kept)
@@ -242,15 +242,19 @@ class Yardstick:
     @cached_property
     def _null(self) -> _Null:
         tails, outliers, bulks, biases, slopes = [0.0], [0], [0.0], [0.0], [0.0]
+        axes = dict(self._axes())
+        groups = dict.fromkeys(axes, (0.0, 0.0))
         for rounded, errors in self._honest():
             if errors.count == 0:
                 continue
             tails.append(float(errors.tail.max()))
-            outliers.append(int((errors.tail > TAIL).sum()))
+            outliers.append(int((errors.tail > TAIL).sum()) if tails[-1] > TAIL else 0)
             bulks.append(float(errors.bulk.sum()) / errors.count)
             biases.append(abs(float(errors.signed.sum()) / errors.count))
             slopes.append(abs((self._slope_value(rounded) or 1.0) - 1.0))
-        return _Null(max(tails), max(outliers), sum(bulks) / max(1, len(bulks) - 1), max(biases), max(slopes))
+            groups = {kind: self._worse_group(groups[kind], errors, axis) for kind, axis in axes.items()}
+        mean_square = sum(bulks) / max(1, len(bulks) - 1)
+        return _Null(max(tails), max(outliers), mean_square, max(biases), max(slopes), groups)
 
     def _honest(self) -> Iterator[tuple[Tensor, _Errors]]:
         """Each sample as a kernel would store it, measured against the spread of the others."""
@@ -264,13 +268,15 @@ class Yardstick:
         """Where honest kernels may disagree on finite, infinite or NaN."""
         limit = FORMATS[self.stored].largest
         unsure = ((self.y.abs() - limit).abs() <= self.half + TAIL * self.sigma) & torch.isfinite(self.y)
-        if self._all_finite and all(bool(torch.isfinite(sample).all()) for sample in self._samples):
+        if self._all_finite and all(_surely_finite(sample) for sample in self._samples):
             return unsure
         for sample in self._samples:
             unsure = unsure | (_class_of(round_to(sample, self.stored)) != self._class)
         return unsure
 
     def _nonfinite(self, out: Tensor) -> TestResult:
+        if self._all_finite and _surely_finite(out):
+            return TestResult("nonfinite", 0, 0, False)
         wrong = (_class_of(out) != self._class) & ~self._unsure
         if self._excused is not None:
             wrong = wrong & ~self._excused
@@ -359,8 +365,8 @@ class Yardstick:
 
     # -- groups
 
-    def _groupings(self, groups: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor | int]]:
-        """Rows, columns and the caller's labels, where groups are large enough to mean something."""
+    def _axes(self) -> Iterator[tuple[str, int]]:
+        """Rows and columns, where they are long enough to mean something; the axis that each sums over."""
         if self.y.dim() >= 2:
             columns = self.y.shape[-1]
             rows = self.y.numel() // max(1, columns)
@@ -368,6 +374,10 @@ class Yardstick:
                 yield "rows", 1
             if rows >= ENOUGH and columns > 1:
                 yield "columns", 0
+
+    def _groupings(self, groups: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor | int]]:
+        """Rows, columns and the caller's labels."""
+        yield from self._axes()
         for kind, labels in groups.items():
             shaped = labels.reshape(labels.shape + (1,) * (self.y.dim() - labels.dim())).expand(self.y.shape)
             yield kind, shaped.to(self.y.device).reshape(-1).long()
@@ -390,22 +400,19 @@ class Yardstick:
         ]  # fmt: skip
 
     def _group_null(self, kind: str, labels: Tensor | int) -> tuple[float, float]:
-        """Largest bias and rms of any honest group; kept for rows and columns, which never change."""
-        if isinstance(labels, int) and kind in self._known_groups:
-            return self._known_groups[kind]
-        bias = rms = 0.0
-        for _, errors in self._honest():
-            sums = self._group_sums(errors, labels)
-            large = sums.count >= ENOUGH
-            bias = max(bias, float(torch.where(large, sums.bias.abs(), 0.0).max()))
-            rms = max(rms, float(torch.where(large, sums.rms, 0.0).max()))
+        """Largest bias and rms of any honest group; known already for rows and columns, which never change."""
         if isinstance(labels, int):
-            self._known_groups[kind] = (bias, rms)
-        return bias, rms
+            return self._null.groups[kind]
+        worst = (0.0, 0.0)
+        for _, errors in self._honest():
+            worst = self._worse_group(worst, errors, labels)
+        return worst
 
-    @cached_property
-    def _known_groups(self) -> dict[str, tuple[float, float]]:
-        return {}
+    def _worse_group(self, known: tuple[float, float], errors: _Errors, labels: Tensor | int) -> tuple[float, float]:
+        sums = self._group_sums(errors, labels)
+        large = sums.count >= ENOUGH
+        bias, rms = torch.where(large, sums.bias.abs(), 0.0).max(), torch.where(large, sums.rms, 0.0).max()
+        return max(known[0], float(bias)), max(known[1], float(rms))
 
     def _group_sums(self, errors: _Errors, labels: Tensor | int) -> _GroupSums:
         parts = (errors.signed, errors.signed.square(), errors.bulk)
@@ -452,6 +459,11 @@ def compare_exactly(name: str, oracle: Tensor, samples: list[Tensor], out: Tenso
         index,
         f"{count} of {oracle.numel()} elements of {name} differ from the exact answer",
     )
+
+
+def _surely_finite(values: Tensor) -> bool:
+    """One pass instead of several; an overflowing sum only costs the slower way."""
+    return math.isfinite(float(values.sum()))
 
 
 def _ratio(excess: Tensor, spread: Tensor) -> Tensor:
