@@ -253,6 +253,9 @@ def test_fp8_operands_show_a_14_bit_accumulator_and_no_more() -> None:
         lambda add, a, b: torch.stack([add(b.float() * row[:, None]) for row in a.float()]).to(BF16),
         lambda: (torch.randn(4, 384).to(fp8), torch.randn(384, 12).to(fp8)),
     )
+    promoted = read_one(problem, FAULTY["14 bits, promoted every 128"][0])
+    assert (promoted.accumulator, promoted.rounds) == (FP8_TENSOR_CORE, "inside blocks")
+    assert not too_narrow(promoted).fault  # as wide as fp8 tensor cores go
     narrow = read_one(problem, FAULTY["14 bits"][0])
     honest = read_one(problem, HONEST["tensor core, truncating float32"])
     assert narrow.accumulator == FP8_TENSOR_CORE and too_narrow(narrow).fault

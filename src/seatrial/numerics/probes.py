@@ -89,6 +89,7 @@ class ProbeReading:
     where: str
     reach: int = 0
     placements: tuple[int | None, ...] = ()
+    slot_dtype: torch.dtype | None = None
     stops_at: int | None = None
     note: str = ""
 
@@ -118,6 +119,7 @@ class Fingerprint:
     unbounded: bool
     stops_at: int | None
     sentence: str
+    slot_dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
@@ -679,6 +681,7 @@ def _read_sum(planned: Sum, call: Call) -> list[ProbeReading]:
         0,
         planned.setting.where,
         planned.largest_exponent + 1,
+        slot_dtype=planned.setting.tensor.dtype,
     )
     readings = [
         replace(blank, pattern=p, bits=_least(bits), placements=tuple(bits), note=notes.get(p, ""))
@@ -816,6 +819,7 @@ def _fingerprint(readings: Sequence[ProbeReading]) -> Fingerprint:
         unbounded=stops_at is not None or rounds in ("everywhere", "between tiles", "when disguised"),
         stops_at=stops_at,
         sentence="",
+        slot_dtype=some.slot_dtype,
     )
     return replace(print_, sentence=_sentence(print_, next((r.note for r in readings if r.note), "")))
 
@@ -882,6 +886,12 @@ def _sentence(seen: Fingerprint, why_not: str) -> str:
     return f"{sums} with about {seen.bits} significant bits: {kind}{stall}"
 
 
+def _is_promoted_fp8(seen: Fingerprint) -> bool:
+    """14-bit blocks of fp8 products that are added up in fp32: as wide as the hardware goes."""
+    fp8 = seen.slot_dtype is not None and seen.slot_dtype.itemsize == 1
+    return fp8 and seen.accumulator == FP8_TENSOR_CORE and seen.rounds == "inside blocks"
+
+
 def too_narrow(
     fingerprint: Fingerprint, *, native: Fingerprint | None = None, declared: torch.dtype = torch.float32
 ) -> Narrowness:
@@ -892,6 +902,7 @@ def too_narrow(
     reading on the native reference. Fewer bits than both the contract and the native reference is a
     fault. A native reference that is as narrow is deficient: then a bounded loss is excused, but a
     carry whose error grows with the number of terms is a fault whatever the native reference does.
+    14 bits are allowed to fp8 operands as long as blocks of them are added up in wider sums.
     """
     if fingerprint.bits is None:
         return Narrowness(fingerprint.at_least is not None, False, False, fingerprint.sentence)
@@ -901,6 +912,9 @@ def too_narrow(
     deficient = native_bits < floor
     if fingerprint.bits >= floor:
         return Narrowness(True, False, deficient, fingerprint.sentence)
+    if _is_promoted_fp8(fingerprint):
+        reason = f"{fingerprint.sentence}; fp8 tensor cores do so, and wider sums outside the blocks bound the loss"
+        return Narrowness(True, False, deficient, reason)
     if not deficient or fingerprint.bits < native_bits - 1:
         return Narrowness(True, True, deficient, fingerprint.sentence)
     if fingerprint.unbounded:
