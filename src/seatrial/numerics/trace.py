@@ -7,8 +7,8 @@ and the indexed dimension is its legal range; one that an accumulating scatter c
 integer input seen in neither role is structural (positions, cumulative lengths, grid shapes) and
 must not be randomised.
 
-Method after numerics practice described in docs/: provenance tags in the manner of taint tracking;
-the homogeneity test for linear slots is elementary algebra, done in exact small numbers in fp64.
+The tags work in the manner of taint tracking. Linear slots are found by the homogeneity test,
+elementary algebra done in exact small numbers in fp64.
 """
 
 from __future__ import annotations
