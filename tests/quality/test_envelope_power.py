@@ -395,7 +395,14 @@ def flash(weights: Kernel = bf, carry: Kernel = lambda x: x) -> Kernel:
 ATTENTION = Family(
     "attention",
     attention,
-    {"normal": lambda g: tuple(bf(normal(g, 2, 256, 64)) for _ in range(3))},
+    {
+        "normal": lambda g: tuple(bf(normal(g, 2, 256, 64)) for _ in range(3)),
+        # the rounding of one row of weights is then common to the whole row of the output
+        "values of one sign": lambda g: (
+            *(bf(normal(g, 2, 256, 64)) for _ in range(2)),
+            bf(1 + positive(g, 2, 256, 64)),
+        ),
+    },
     {"as written": attention, "flash, fp32 weights": flash(lambda p: p), "flash, bf16 weights": flash()},
     {
         "fp8 weights": flash(lambda p: (p * 448).to(FP8).float() / 448),

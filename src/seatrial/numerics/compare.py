@@ -152,14 +152,18 @@ class Yardstick:
         self.rounded = round_to(self.y, stored)
         self._samples = samples
         self._floor = 0.0 if wide else _FLUSHED
-        self._squares = [(sample - self.y).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0).square_() for sample in samples]
-        self._total = torch.stack(self._squares).sum(0) if len(samples) < 3 else _summed(self._squares)
+        self._total = torch.zeros_like(self.y)
+        for sample in samples:
+            self._total += self._squared_error(sample)
         self.sigma = _pooled(self._total / len(samples), len(samples)).sqrt_()
         self._class = _class_of(self.rounded)
         self._all_finite = bool((self._class == 0).all())
         self._unsure = self._where_class_is_open()
         self._excused = excused
         self._bits = FORMATS[torch.float64 if wide else torch.float32].bits
+
+    def _squared_error(self, sample: Tensor) -> Tensor:
+        return (sample - self.y).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0).square_()
 
     # -- validity
 
@@ -259,8 +263,8 @@ class Yardstick:
     def _honest(self) -> Iterator[tuple[Tensor, _Errors]]:
         """Each sample as a kernel would store it, measured against the spread of the others."""
         count = len(self._samples)
-        for sample, square in zip(self._samples, self._squares, strict=True):
-            others = _pooled((self._total - square).clamp_(min=0) / (count - 1), count - 1).sqrt_()
+        for sample in self._samples:
+            others = _pooled((self._total - self._squared_error(sample)).clamp_(min=0) / (count - 1), count - 1).sqrt_()
             rounded = round_to(sample, self.stored)
             yield rounded, self._errors(rounded, others)
 
@@ -469,13 +473,6 @@ def _surely_finite(values: Tensor) -> bool:
 def _ratio(excess: Tensor, spread: Tensor) -> Tensor:
     """excess / spread, where nothing over nothing is nothing."""
     return torch.where(excess > 0, excess / spread, 0.0)
-
-
-def _summed(parts: list[Tensor]) -> Tensor:
-    total = parts[0].clone()
-    for part in parts[1:]:
-        total += part
-    return total
 
 
 def _pooled(variance: Tensor, samples: int) -> Tensor:

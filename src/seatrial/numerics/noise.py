@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -26,7 +26,6 @@ from seatrial.numerics.dtypes import FP8, HALF, coarser, is_float, round_to, uni
 from seatrial.numerics.promote import MATMULS, WIDE, OpCall, Tape, op_names
 
 _STORE_SPREAD = 0.75  # a uniform error of 0.75 u has the deviation 0.43 u that rounding to nearest has
-_OPERAND_VARIANCE = 0.56 / 3  # the same, as a variance
 _FUNCTION_ULPS = 4.0  # exp, tanh, … of an honest math library, in units of the roundoff
 _POOL = 1 << 20
 
@@ -96,6 +95,14 @@ class Noise:
 
     # -- promote.Perturbation
 
+    def prepare(self, call: OpCall) -> OpCall:
+        if call.name not in _MATMULS or (self._wide and call.declared == WIDE):
+            return call
+        first = _first_operand(call)
+        args = list(call.args)
+        args[first : first + 2] = [self._rounded_operand(call, operand) for operand in args[first : first + 2]]
+        return replace(call, args=tuple(args))
+
     def disturb(self, call: OpCall, result: Tensor, which: int) -> Tensor:
         if result.is_complex():
             return self._disturb_complex(call, result)
@@ -163,16 +170,12 @@ class Noise:
         u = self._roundoff(call)
         s2 = result * result
         deviation = (s2 * (terms / 3 + 1) + squares * (terms / 6 + 1)).sqrt_().mul_(u)
-        if call.name in _MATMULS:
-            if self._on_tensor_cores(call):
-                deviation.add_(squares.sqrt(), alpha=u * _matmul_length(call) / 32)
-            rounded = self._rounded_operands(call)
-            if rounded:
-                deviation = (deviation.square_() + squares * (_OPERAND_VARIANCE * rounded)).sqrt_()
+        if call.name in _MATMULS and self._on_tensor_cores(call):
+            deviation.add_(squares.sqrt(), alpha=u * _matmul_length(call) / 32)
         return deviation.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
     def _operands(self, call: OpCall) -> tuple[Tensor, Tensor]:
-        first = 1 if call.name in {"addmm", "baddbmm", "addmv"} else 0
+        first = _first_operand(call)
         return call.args[first], call.args[first + 1]
 
     def _on_tensor_cores(self, call: OpCall) -> bool:
@@ -192,24 +195,28 @@ class Noise:
             return unit_roundoff(self._io)
         return 2.0**-11 if self._contract.tf32 and not self._wide else None
 
-    def _rounded_operands(self, call: OpCall) -> float:
-        """Sum over the operands that may be rounded of the squared roundoff."""
-        total = 0.0
-        for operand in self._operands(call):
-            held = unit_roundoff(call.ledger.grid(operand)) if is_float(call.ledger.grid(operand)) else 0.0
-            allowed = self._operand_target()
-            if (
-                allowed is not None
-                and self._io is not None
-                and call.ledger.given(operand)
-                and call.ledger.declared(operand) == torch.float32
-            ):
-                allowed = None
-            if call.fast_matmul_dtype is not None:
-                allowed = max(allowed or 0.0, unit_roundoff(call.fast_matmul_dtype))
-            if allowed is not None and held < allowed:
-                total += allowed * allowed
-        return total
+    def _rounded_operand(self, call: OpCall, operand: Tensor) -> Tensor:
+        """The operand as the contract lets a kernel round it; itself when it holds no more bits than that.
+
+        Rounded before the matmul, because the error of one operand is common to a whole row of results.
+        """
+        grid = call.ledger.grid(operand)
+        allowed = self._operand_format(call, operand)
+        if allowed is None or not is_float(grid) or unit_roundoff(grid) >= allowed:
+            return operand
+        if self._nearest:
+            mantissa, exponent = torch.frexp(operand)
+            return torch.ldexp((mantissa / allowed).round_().mul_(allowed), exponent)
+        return self._times_one_plus(operand, _STORE_SPREAD * allowed)
+
+    def _operand_format(self, call: OpCall, operand: Tensor) -> float | None:
+        allowed = self._operand_target()
+        is_wide_input = call.ledger.given(operand) and call.ledger.declared(operand) == torch.float32
+        if self._io is not None and is_wide_input:
+            allowed = None
+        if call.fast_matmul_dtype is not None:
+            allowed = max(allowed or 0.0, unit_roundoff(call.fast_matmul_dtype))
+        return allowed
 
     def _disturb_opaque(self, call: OpCall, result: Tensor, which: int) -> Tensor:
         u = self._roundoff(call)
@@ -303,10 +310,14 @@ def _is_saved(call: OpCall, tensor: Tensor) -> bool:
     return call.name in _SAVED and any(tensor is a for a in call.args[3:5])
 
 
+def _first_operand(call: OpCall) -> int:
+    return 1 if call.name in {"addmm", "baddbmm", "addmv"} else 0
+
+
 def _matmul_length(call: OpCall) -> int:
     if call.name == "convolution":
         return int(call.args[1][0].numel())
-    return int(call.args[1 if call.name in {"addmm", "baddbmm", "addmv"} else 0].shape[-1])
+    return int(call.args[_first_operand(call)].shape[-1])
 
 
 def _reduction_length(call: OpCall, result: Tensor) -> float:
@@ -335,7 +346,7 @@ def _row_length(call: OpCall) -> float:
 
 
 def _matmul_scale(call: OpCall, result: Tensor) -> _Scale:
-    first = 1 if call.name in {"addmm", "baddbmm", "addmv"} else 0
+    first = _first_operand(call)
     a, b = call.args[first], call.args[first + 1]
     (left, rows), (right, columns) = _squared(a, -1), _squared(b, -2 if b.dim() > 1 else -1)
     squares = (left @ right).to(WIDE)

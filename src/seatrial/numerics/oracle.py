@@ -114,6 +114,9 @@ class Oracle:
         try:
             run = self._promoted_run(inputs, None, tape)
         except Exception:  # noqa: BLE001 - run() meets the same error and names it
+            tape.path.clear()
+            tape.admitted.clear()
+            tape.recorded = True  # an empty path: nothing on it is used again
             return self.run(inputs)
         tape.recorded = True
         if checked is None:

@@ -188,6 +188,9 @@ class OpCall:
 class Perturbation(Protocol):
     """What turns an oracle run into a Monte-Carlo sample (numerics/noise.py)."""
 
+    def prepare(self, call: OpCall) -> OpCall:
+        """The call with operands as an honest kernel may round them first."""
+
     def disturb(self, call: OpCall, result: Tensor, which: int) -> Tensor:
         """The op's result with the arithmetic error an honest kernel may make in it."""
 
@@ -209,7 +212,7 @@ class Tape:
     path: list[int] = field(default_factory=list)
     results: dict[int, Tensor] = field(default_factory=dict)
     scales: dict[int, Tensor] = field(default_factory=dict)
-    admitted: dict[int, tuple[Any, Tensor]] = field(default_factory=dict)
+    admitted: dict[tuple[int, torch.dtype], tuple[Any, Tensor]] = field(default_factory=dict)
     recorded: bool = False
 
 
@@ -235,7 +238,9 @@ class Promotion(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._perturbation = perturbation
         self._tape = tape
         self._position = 0
-        self._promoted: dict[int, tuple[Any, Tensor]] = {}  # narrow storage -> (it, its float64 copy)
+        self._promoted: dict[
+            tuple[int, torch.dtype], tuple[Any, Tensor]
+        ] = {}  # narrow storage -> (it, its float64 copy)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -267,7 +272,7 @@ class Promotion(TorchDispatchMode):  # type: ignore[no-untyped-call]
         narrow = tensor.dtype in NARROW or tensor.dtype in NARROW_COMPLEX
         if not narrow and not given:
             return tensor
-        key = hash((tensor.untyped_storage()._cdata, tensor.dtype))
+        key = (tensor.untyped_storage()._cdata, tensor.dtype)
         held = self._promoted.get(key)
         if held is None and given and self._tape is not None and key in self._tape.admitted:
             held = self._promoted[key] = self._tape.admitted[key]
@@ -347,12 +352,15 @@ class Promotion(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return position
 
     def _evaluate(self, call: OpCall) -> Any:
+        moved = any(self.ledger.moved(t) for t in call.tensors())
+        if self._perturbation is not None:
+            prepared = self._perturbation.prepare(call)
+            moved = moved or any(a is not b for a, b in zip(prepared.args, call.args, strict=True))
+            call = prepared
         if call.name == "_scaled_mm":
             return _scaled_matmul(*call.args, **call.kwargs)
-        reusable = self._tape is not None and self.on_tape and call.name in MATMULS
-        if not reusable or any(self.ledger.moved(t) for t in call.tensors()):
+        if self._tape is None or not self.on_tape or call.name not in MATMULS or moved:
             return call.func(*call.args, **call.kwargs)
-        assert self._tape is not None
         if call.position not in self._tape.results:
             self._tape.results[call.position] = call.func(*call.args, **call.kwargs)
         return self._tape.results[call.position].clone()
