@@ -511,3 +511,18 @@ def test_contracts_widen_in_order() -> None:
         assert yardstick is not None
         sizes.append(float(yardstick.sigma.square().mean()))
     assert sizes[0] * 4 < sizes[1] and sizes[1] < sizes[2]
+
+
+def _capped(scores: Tensor, tanh: Callable[[Tensor], Tensor], cap: float = 50.0) -> Tensor:
+    return torch.softmax(cap * tanh(scores.float() / cap), -1).to(scores.dtype)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_tanh_made_of_exp_is_honest_and_a_coarse_one_is_not(seed: int) -> None:
+    scores = (32 * torch.randn(4, 32, 128, generator=torch.Generator().manual_seed(seed))).bfloat16()
+    oracle = Oracle(lambda x: _capped(x, torch.tanh), ["probs"])
+    envelope = Envelope.build(oracle, [scores], contract=F32, samples=4, seed=seed)
+    from_exp = _capped(scores, lambda z: 1 - 2 / (1 + torch.exp2(2 * z * 1.4426950408889634)))
+    coarse = _capped(scores, lambda z: torch.tanh(z) * (1 + 2.0**-11 * torch.randn_like(z)))
+    assert envelope.judge([from_exp])[0].passed is True
+    assert envelope.judge([coarse])[0].passed is False

@@ -226,6 +226,9 @@ class Noise:
         if call.name in _SHIFTED_BY_ROW:
             return self._shift_rows(call, result, u)
         disturbed = self._times_one_plus(result, _FUNCTION_ULPS * u)
+        if call.name in _THROUGH_EXP:
+            size = call.args[0].abs() if call.name in _TIMES_INPUT else 1.0
+            return disturbed.add_(self._uniform(result) * size, alpha=_FUNCTION_ULPS * u)
         if call.name in _SCALED_BY_ROW:
             rows = self._per_row(call, result)
             return disturbed.mul_(1 + rows * (u * math.sqrt(_row_length(call) / 3)))
@@ -298,6 +301,9 @@ _ONE_ROUNDING = op_names(
     "add sub mul div add_ sub_ mul_ div_ rsub square reciprocal sqrt rsqrt square_ sqrt_ rsqrt_ reciprocal_"
 )
 _SCALED_BY_ROW = frozenset({"_softmax", "native_layer_norm", "native_group_norm", "_fused_rms_norm", "_safe_softmax"})
+# A kernel computes these from exp: 1 - 2/(1 + exp(2x)) is off by roundings of 1, not of the (smaller) result.
+_TIMES_INPUT = frozenset({"gelu", "mish"})
+_THROUGH_EXP = frozenset({"tanh", "erf", "softplus", "log_sigmoid_forward"}) | _TIMES_INPUT
 _SHIFTED_BY_ROW = frozenset({"_log_softmax", "logsumexp", "_softmax_backward_data", "_log_softmax_backward_data"})
 # Arguments that an earlier op saved for its backward: moving them apart from their origin would be double counting.
 _SAVED = frozenset({"native_layer_norm_backward", "native_group_norm_backward"})
