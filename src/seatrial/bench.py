@@ -86,10 +86,11 @@ class Bench:
         return record
 
     def kernel(self, case: Case) -> Callable[[Sequence[Value]], tuple[Tensor, ...] | None]:
-        """The candidate as a function of inputs at the sizes of a case; None when it gave nothing."""
+        """The candidate as a function of inputs; None when it gave nothing. Sizes that no input shows are the case's."""
 
         def call(inputs: Sequence[Value]) -> tuple[Tensor, ...] | None:
-            record = self.call(case, inputs=inputs)
+            on_the_wire = [v.cpu() if hasattr(v, "cpu") else v for v in inputs]
+            record = self._call(on_the_wire, self.study.slots_for(inputs, case.workload))
             return record.outputs if record.usable else None
 
         return call

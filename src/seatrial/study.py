@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from seatrial.errors import InfrastructureError
+from seatrial.errors import InfrastructureError, ProblemError
 from seatrial.inputs.recipes import Recipe, recipes
 from seatrial.inputs.sizes import other_sizes
 from seatrial.model import Candidate, Growth, OutputSlot, Problem, SourceFile, Value, Workload
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from seatrial.devices.base import Device
     from seatrial.numerics.envelope import Envelope, Graded
     from seatrial.numerics.compare import OutputReport
+    from seatrial.numerics.growth import GrowthCase
     from seatrial.numerics.oracle import Oracle
     from seatrial.numerics.probes import Fingerprint, ProbePlan
     from seatrial.numerics.trace import Trace
@@ -136,12 +137,14 @@ class Study:
             named = self.recipes[case.recipe].apply(named, self.seed_for("recipe", case.recipe, case.seed))
         return [named[spec.name] for spec in self.problem.inputs]
 
-    def slots_for(self, inputs: Sequence[Value]) -> tuple[OutputSlot, ...]:
+    def slots_for(self, inputs: Sequence[Value], base: Workload | None = None) -> tuple[OutputSlot, ...]:
         """The declared outputs at the sizes that these inputs imply (a trial chooses its own sizes).
+
+        Axes that no input has keep the size of `base`.
 
         Raises ProblemError when the inputs' shapes do not fit the declaration.
         """
-        axes: dict[str, int] = {}
+        axes: dict[str, int] = dict(base.axes) if base else {}
         for spec, value in zip(self.problem.inputs, inputs, strict=True):
             for axis, length in zip(spec.shape or (), getattr(value, "shape", ()), strict=True):
                 if axis in self.problem.var_axes:
@@ -349,9 +352,71 @@ class Study:
 
         return HonestRuns()
 
-    def growth(self, kernel: Callable[[Sequence[Value]], tuple[Tensor, ...] | None]) -> tuple[Growth, ...]:
-        """Error against the number of contributions, per output that has a lever."""
+    @cached_property
+    def growth_cases(self) -> tuple[GrowthCase, ...]:
+        """Inputs that let the number of contributions to an element grow: repeats where ids decide, length elsewhere."""
+        from seatrial.numerics.growth import repeat_cases
+        from seatrial.numerics.trace import linear_slots
+
+        inputs = self.placed(self.inputs(self.probe_case))
+        cases = reference_boundary(
+            lambda: repeat_cases(
+                inputs,
+                trace=self.trace,
+                input_names=[s.name for s in self.problem.inputs],
+                output_shapes=[s.shape or () for s in self.slots(self.probe_case.workload)],
+                slots=linear_slots(self.oracle, inputs),
+                points=self.policy.growth,
+                seed=self.seed_for("growth"),
+            ),
+            "repeating indices",
+        )
+        return cases or self._length_cases()
+
+    def _length_cases(self) -> tuple[GrowthCase, ...]:
+        from seatrial.numerics.growth import length_cases
+
+        given = self.probe_case.workload.axes
+        for axis in self.problem.var_axes if self.problem.resizable else ():
+            sizes = [max(1, given[axis] * 2**k // 4) for k in range(self.policy.growth)]
+            largest = Workload("growth", {**given, axis: sizes[-1]}, self.probe_case.workload.inputs)
+            if self._elements(largest) > 4 * PROBE_ELEMENTS:
+                continue
+
+            def draw_at(size: int, axis: str = axis) -> list[Value] | None:
+                resized = Workload("growth", {**given, axis: size}, self.probe_case.workload.inputs)
+                try:
+                    return self.placed(self.inputs(self.case(resized)))
+                except (InfrastructureError, ProblemError):
+                    return None
+
+            cases = reference_boundary(
+                lambda draw=draw_at, sizes=sizes, axis=axis: length_cases(  # type: ignore[misc]
+                    self.problem.reference,
+                    draw,
+                    sizes,
+                    input_names=[s.name for s in self.problem.inputs],
+                    output_names=[s.name for s in self.problem.outputs],
+                    axis=axis,
+                    seed=self.seed_for("growth", axis),
+                ),
+                "lengthening a reduction",
+            )
+            if cases:
+                return cases
         return ()
+
+    def growth(self, kernel: Callable[[Sequence[Value]], tuple[Tensor, ...] | None]) -> tuple[Growth, ...]:
+        """Error of a kernel against the number of contributions, per output that has a lever."""
+        from seatrial.numerics.growth import measure_growth
+
+        return measure_growth(
+            self.oracle,
+            self.growth_cases,
+            kernel,
+            output_names=[s.name for s in self.problem.outputs],
+            output_dtypes=[self._dtype(s.dtype) for s in self.problem.outputs],
+        )
 
     # -- the control --------------------------------------------------------------------------------
 

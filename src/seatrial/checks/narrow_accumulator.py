@@ -57,9 +57,8 @@ def judge(study: Study, evidence: Sequence[Evidence]) -> Conclusion:
     readings = evidence[0].extra.get("readings", ())
     growth: Sequence[Growth] = evidence[0].extra.get("growth", ())
     prints = fingerprints(readings)
-    if not prints or all(r.note for r in readings):
-        why = next((r.note for r in readings if r.note), "the candidate answered no probe")
-        return Conclusion([not_verified(NAME, why, where=where(case))])
+    if not prints:
+        return Conclusion([not_verified(NAME, "the candidate answered no probe", where=where(case))])
     return Conclusion([_judge_output(study, f, growth) for f in prints], growth=growth)
 
 
@@ -76,6 +75,8 @@ def _judge_output(study: Study, fingerprint: Fingerprint, growth: Sequence[Growt
         "stops_at": fingerprint.stops_at,
     }
     place = where(study.probe_case, note=f"probes on `{fingerprint.slot}`")
+    if not verdict.verified:
+        return not_verified(NAME, verdict.reason, output=fingerprint.output, where=place, details=details)
     if verdict.fault:
         return failed(
             NAME,

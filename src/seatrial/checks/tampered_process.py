@@ -77,15 +77,20 @@ def _patched(seen: Seen) -> Finding | None:
 
 def _threads(seen: Seen) -> Finding | None:
     names = [str(n) for _, r in seen for n in r.facts.get("threads_started", ())]
-    if not names:
-        return None
+    if names:
+        return _left_behind("threads", len(names), ": " + ", ".join(sorted(set(names))[:4]), seen)
+    processes = max((int(r.facts.get("processes_left", 0)) for _, r in seen), default=0)
+    return _left_behind("processes", processes, f": {processes}", seen) if processes else None
+
+
+def _left_behind(kind: str, count: int, which: str, seen: Seen) -> Finding:
     return failed(
         NAME,
-        f"leaves threads running after the call returned: {', '.join(sorted(set(names))[:4])}",
-        cause="threads",
-        measured=float(len(names)),
+        f"leaves {kind} running after the call returned{which}",
+        cause=kind,
+        measured=float(count),
         allowed=0.0,
-        unit="threads",
+        unit=kind,
         where=where(seen[0][0]),
         advice="Finish the work inside the call.",
     )

@@ -488,6 +488,11 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
 
     # -- tags
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """torch would import its compiler (seconds) only to keep it away from this mode; nothing here compiles."""
+        return False
+
     def name_input(self, name: str, value: Tensor) -> None:
         only = frozenset([name])
         self._tag(value, _Tags(exact=only, values=only, fed=only))

@@ -8,12 +8,13 @@ of the kernel and nothing else.
 2. The honest spread at t is the largest distance, up to t, of any two honest runs of one seed, over all
    seeds. It never shrinks: training that was once thrown apart by rounding may be so again.
 3. The band is `factor` x the honest spread + a floor. The factor is 3 when the honest pairs agree on how
-   far apart they are and grows to 6 as they disagree (largest against median): few pairs that differ
-   widely say little about the next honest kernel. The floor is a quarter of the reference's own
-   step-to-step noise (median |loss(t+1) - loss(t)| over the second half): less than that nobody sees in
-   a training run, and it keeps the band open when the honest runs are bit-identical.
-4. The candidate leaves the band at the first step from which on its distance to R is outside more often
-   than not, and still so in the last quarter of the run.
+   far apart they are and grows to 6 as they disagree (largest against median; 6 when there is one pair
+   only): few pairs that differ widely say little about the next honest kernel. The floor is a tenth of
+   the reference's own step-to-step noise (median |loss(t+1) - loss(t)| over the second half) plus a
+   thousandth of the starting loss: less than that nobody sees in a training run, and it keeps the band
+   open when the honest runs are bit-identical.
+4. The candidate drifts when its distance to R is outside the band for a quarter of the run or longer.
+   One spike does not count, a curve that finds back after a long way round does.
 5. It diverges when a loss or gradient is NaN or infinite, when the loss rises to loop.BLOWN_UP times
    where it started, or when the run ends a tenth above its start, while every honest run does none of these.
 6. When an honest run does one of these itself, the cell says nothing and is not verified.
@@ -30,8 +31,9 @@ from seatrial.trials.loop import Run
 
 SMOOTH = 5
 FACTOR = 3.0
-FLOOR = 0.25
-TOGETHER = 0.02  # honest runs that lie farther apart than this share of the starting loss train chaotically
+FLOOR = 0.1
+UNSEEN = 1e-3  # of the starting loss: a difference nobody would act on, whatever the step-to-step noise
+TOGETHER = 0.005  # honest runs that lie farther apart than this share of the starting loss train chaotically
 RISEN = 1.1  # times the starting loss; uniform ids have nothing to learn and may end a hair above their start
 RESTLESS = "an honest run does not train stably here, so the candidate's run would prove nothing"
 
@@ -80,7 +82,7 @@ def distances(a: Run, b: Run) -> list[float]:
 def band_of(seeds: Sequence[Sequence[Run]]) -> list[float]:
     """Half width of the band at every step, from the honest runs of every seed (the reference first)."""
     pairs = [distances(a, b) for runs in seeds for a, b in combinations(runs, 2)]
-    floor = FLOOR * max(step_noise(runs[0]) for runs in seeds)
+    floor = max(FLOOR * step_noise(runs[0]) + UNSEEN * runs[0].losses[0] for runs in seeds)
     steps = min(len(run.losses) for runs in seeds for run in runs)
     widest = [max((pair[t] for pair in pairs), default=0.0) for t in range(steps)]
     factor = FACTOR * (1.0 + disagreement([pair[:steps] for pair in pairs]))
@@ -88,9 +90,14 @@ def band_of(seeds: Sequence[Sequence[Run]]) -> list[float]:
 
 
 def disagreement(pairs: Sequence[Sequence[float]]) -> float:
-    """How unlike the honest pairs are: 0 when all were equally far apart at their farthest, towards 1 when one stands out."""
+    """How unlike the honest pairs are: 0 when all were equally far apart at their farthest, towards 1 when one stands out.
+
+    1 when there is one pair only, for then nothing is known about it.
+    """
     farthest = [max(pair) for pair in pairs]
     top = max(farthest, default=0.0)
+    if len(farthest) < 2:
+        return 1.0
     return 0.0 if top == 0.0 else 1.0 - median(farthest) / top
 
 
@@ -101,11 +108,8 @@ def step_noise(run: Run) -> float:
 
 
 def leaves(outside: Sequence[bool]) -> int | None:
-    """First step from which on a run is outside more often than not and still so in the last quarter; else None."""
-    last_quarter = outside[-max(1, len(outside) // 4) :]
-    if 2 * sum(last_quarter) <= len(last_quarter):
-        return None
-    return next((t for t in range(len(outside)) if outside[t] and 2 * sum(outside[t:]) > len(outside) - t), None)
+    """First step outside when a quarter of the run or more is, else None."""
+    return outside.index(True) if 4 * sum(outside) >= len(outside) and any(outside) else None
 
 
 def judge(seeds: Sequence[Twins]) -> Judged:
@@ -139,8 +143,8 @@ def _judge_one(twins: Twins, band: list[float]) -> Judged:
             band[-1],
         )
     reason = (
-        f"from step {first_step} on the loss is outside the band of honest kernels: "
-        f"{max(apart):.3g} from the reference at its farthest, {apart[-1]:.3g} at the end, {band[-1]:.3g} allowed"
+        f"outside the band of honest kernels in {sum(outside)} of {len(outside)} steps, from step {first_step} on: "
+        f"{max(apart):.3g} from the reference at its farthest, {apart[-1]:.3g} at the end ({band[-1]:.3g} allowed)"
     )
     return Judged("drifts", reason, first_step, gap, band[-1])
 
