@@ -125,7 +125,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="cpu")
     for name, default in (("width", 64), ("vocabulary", 2048), ("layers", 1), ("heads", 4), ("length", 64)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    for name, default in (("batch", 32), ("steps", 40), ("warm-up", 5), ("seeds", 1), ("seed", 0)):
+    for name, default in (("batch", 128), ("steps", 20), ("warm-up", 0), ("seeds", 1), ("seed", 0)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--data", nargs="+", default=list(DATA))
     parser.add_argument("--sgd-rates", type=float, nargs="+", default=list(Settings().rates["sgd"]))
