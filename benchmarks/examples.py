@@ -18,7 +18,7 @@ from seatrial.devices import pick
 from seatrial.formats import load_candidates, load_problem
 from seatrial.model import Report
 from seatrial.report import write
-from seatrial.verify import Options, verify
+from seatrial.verify import Options, fresh_seed, verify
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
@@ -36,8 +36,11 @@ def main() -> int:
         files = sorted((folder / "candidates").glob("*.json"))
         files = [f for f in files if device.name.startswith("cuda") or "triton" not in f.name]
         candidates = load_candidates(files, entry_point=None, problem=problem)
-        more = {} if arguments.seed is None else {"seed": arguments.seed}
-        options = Options(policy=policy_named(arguments.policy), device=device, **more)
+        options = Options(
+            policy=policy_named(arguments.policy),
+            device=device,
+            seed=fresh_seed() if arguments.seed is None else arguments.seed,
+        )
         reports = verify(problem, candidates, options)
         wrong += sum(_line(r, f.stem) for r, f in zip(reports, files, strict=True))
         print(f"{folder.name}: {time.monotonic() - started:.1f} s in all", flush=True)

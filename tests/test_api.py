@@ -43,7 +43,9 @@ def test_two_functions_and_an_input_maker_need_no_files() -> None:
 
 def test_a_replay_with_the_same_seed_draws_the_same_inputs() -> None:
     reports = [
-        seatrial.check(faulty, reference=reference, inputs=make, policy="quick", device="cpu", seed=11, only=["wrong-values"])
+        seatrial.check(
+            faulty, reference=reference, inputs=make, policy="quick", device="cpu", seed=11, only=["wrong-values"]
+        )
         for _ in range(2)
     ]
     measured = [[(f.reason, f.measured) for f in r.findings] for r in reports]

@@ -6,6 +6,7 @@ import difflib
 from pathlib import Path
 
 import pytest
+from tests.sources import candidate_of, problem_of
 
 from seatrial.checks import CHECKS
 from seatrial.checks.base import Check, Evidence, Job
@@ -14,7 +15,6 @@ from seatrial.model import CallRecord, Outcome, Ran, Report, Verdict
 from seatrial.policy import QUICK
 from seatrial.study import Study
 from seatrial.verify import Options, verify
-from tests.sources import candidate_of, problem_of
 
 HEADINGS = ("What it shows", "Why it matters", "How", "What it misses", "Cost")
 WITH_EXAMPLES = [name for name, check in CHECKS.items() if check.REJECTS is not None]

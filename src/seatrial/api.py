@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 from seatrial.errors import UsageError
 from seatrial.model import Candidate, Problem, Report
 from seatrial.policy import POLICIES, Policy
 
-Path = str | PathLike[str]
+Place = str | PathLike[str]
 
 
 def check(
-    problem: Path | Callable[..., Any],
-    candidate: Path | Callable[..., Any] | None = None,
+    problem: Place | Callable[..., Any],
+    candidate: Place | Callable[..., Any] | None = None,
     *,
     reference: Callable[..., Any] | None = None,
     inputs: Callable[..., Any] | None = None,
@@ -35,17 +36,16 @@ def check(
     the report. Raises UsageError when the problem, the candidate or an option cannot be understood.
     """
     from seatrial.devices import pick
-    from seatrial.verify import Options, verify
+    from seatrial.verify import Options, fresh_seed, verify
 
     loaded, kernel = _load(problem, candidate, reference, inputs, entry_point)
-    more = {} if seed is None else {"seed": seed}
     options = Options(
         policy=policy_named(policy),
         device=pick(device),
+        seed=fresh_seed() if seed is None else seed,
         only=tuple(only),
         skip=tuple(skip),
         fail_fast=fail_fast,
-        **more,
     )
     return verify(loaded, [kernel], options)[0]
 
@@ -60,8 +60,8 @@ def policy_named(policy: str | Policy) -> Policy:
 
 
 def _load(
-    problem: Path | Callable[..., Any],
-    candidate: Path | Callable[..., Any] | None,
+    problem: Place | Callable[..., Any],
+    candidate: Place | Callable[..., Any] | None,
     reference: Callable[..., Any] | None,
     inputs: Callable[..., Any] | None,
     entry_point: str | None,
@@ -75,7 +75,7 @@ def _load(
         return problem_from_callables(reference, inputs), candidate_from_callable(problem)
     if candidate is None:
         raise UsageError("a problem folder needs a candidate: check(problem, candidate)")
-    loaded = load_problem(problem)
+    loaded = load_problem(Path(problem))
     if callable(candidate):
         return loaded, candidate_from_callable(candidate)
-    return loaded, load_candidates([candidate], entry_point=entry_point, problem=loaded)[0]
+    return loaded, load_candidates([Path(candidate)], entry_point=entry_point, problem=loaded)[0]

@@ -11,15 +11,13 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from seatrial.model import CallRecord, Candidate, OutputSlot, Ran, Value
+from seatrial.poison import NAN
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from seatrial.study import Case, Clock, Study
     from seatrial.workers.process import ForkServer, Session
-
-NAN = float("nan")
-FINITE_POISON = 192.0  # finite, unlikely as a result, exact in every float format of 8 bits or more
 
 MOST_HANGS = 2
 MOST_DEATHS = 8

@@ -92,8 +92,8 @@ def check(
     seed: Seed = None,
     only: Only = None,
     skip: Skip = None,
-    fail_fast: Annotated[bool, typer.Option("--fail-fast", help="Stop at the first proven fault.")] = False,
-    strict: Annotated[bool, typer.Option("--strict", help="Accepted with limits exits 1.")] = False,
+    fail_fast: Annotated[bool, typer.Option("--fail-fast", help="Stop at the first proven fault.")] = False,  # noqa: FBT002 - a flag
+    strict: Annotated[bool, typer.Option("--strict", help="Accepted with limits exits 1.")] = False,  # noqa: FBT002 - a flag
     json: OutPath = None,
     html: OutPath = None,
     markdown: OutPath = None,
@@ -241,17 +241,22 @@ def _verify(
     from seatrial.api import policy_named
     from seatrial.devices import pick
     from seatrial.formats import load_candidates, load_problem
-    from seatrial.verify import Options, selected, verify
+    from seatrial.verify import Options, fresh_seed, selected, verify
 
     selected(only, skip)  # a misspelt name is said before anything slow begins
     chosen = policy_named(policy)
     place = pick(device)
     loaded = load_problem(problem)
     kernels = load_candidates(candidates, entry_point=entry_point, problem=loaded)
-    more = {} if seed is None else {"seed": seed}
     with _progress_bar() as progress:
         options = Options(
-            policy=chosen, device=place, only=only, skip=skip, fail_fast=fail_fast, progress=progress, **more
+            policy=chosen,
+            device=place,
+            seed=fresh_seed() if seed is None else seed,
+            only=only,
+            skip=skip,
+            fail_fast=fail_fast,
+            progress=progress,
         )
         return verify(loaded, kernels, options)
 

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from seatrial.devices.base import Device
-    from seatrial.numerics.envelope import Envelope, Graded
     from seatrial.numerics.compare import OutputReport
+    from seatrial.numerics.envelope import Envelope, Graded
     from seatrial.numerics.growth import GrowthCase
     from seatrial.numerics.oracle import Oracle
     from seatrial.numerics.probes import Fingerprint, ProbePlan
@@ -172,7 +172,9 @@ class Study:
 
     def placed(self, inputs: Sequence[Value]) -> list[Value]:
         """The inputs on the judged device. Whoever may write into them makes copies first."""
-        return [self.device.to_device(v) if hasattr(v, "shape") else v for v in inputs]
+        from torch import Tensor
+
+        return [self.device.to_device(v) if isinstance(v, Tensor) else v for v in inputs]
 
     # -- oracle, envelope, structure ----------------------------------------------------------------
 
@@ -186,10 +188,10 @@ class Study:
     @cached_property
     def trace(self) -> Trace:
         """Structure of the reference: index inputs, repeat-count levers, reductions."""
+        import torch
+
         from seatrial.numerics.promote import DeviceRedirect
         from seatrial.numerics.trace import trace
-
-        import torch
 
         inputs = self.placed(self.inputs(self.case(self.smallest)))
         names, outputs = [s.name for s in self.problem.inputs], [s.name for s in self.problem.outputs]
@@ -492,7 +494,7 @@ def reference_boundary(call: Callable[[], T], doing: str) -> T:
         return call()
     except InfrastructureError:
         raise
-    except Exception as error:  # noqa: BLE001 - foreign code: anything may come, and all of it means the same
+    except Exception as error:
         words = str(error).strip().splitlines()
         raise ReferenceUnusable(
             f"{doing} failed: {type(error).__name__}: {words[0] if words else 'no message'}"

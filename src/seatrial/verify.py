@@ -32,13 +32,18 @@ def silent(candidate: str, words: str, share: float) -> None:
     """A progress sink that shows nothing."""
 
 
+def fresh_seed() -> int:
+    """A master seed from the operating system's entropy."""
+    return secrets.randbelow(2**31)
+
+
 @dataclass(frozen=True)
 class Options:
     """How one audit is to be run; the knobs of thoroughness are in the policy."""
 
     policy: Policy
     device: Device
-    seed: int = field(default_factory=lambda: secrets.randbelow(2**31))
+    seed: int = field(default_factory=fresh_seed)
     only: tuple[str, ...] = ()
     skip: tuple[str, ...] = ()
     fail_fast: bool = False
@@ -282,7 +287,7 @@ def reproducer(study: Study, candidate: Candidate, finding: Finding, options: Op
 
 
 def _command(study: Study, candidate: Candidate, options: Options, only: str = "") -> str:
-    if not study.problem.path or not candidate.path:
+    if not candidate.path or candidate.pickled:
         chosen = f", only=[{only!r}]" if only else ""
         return (
             f"seatrial.check({candidate.name}, reference=…, inputs=…, seed={study.seed}, "

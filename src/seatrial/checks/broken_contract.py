@@ -90,5 +90,7 @@ def run(x):
     return {}
 """
 
-ACCEPTS = Example(_REFERENCE, _INPUTS, _CANDIDATE.format("y"))
-REJECTS = Example(_REFERENCE, _INPUTS, _CANDIDATE.format("y.as_subclass(Later)"), because="Later", also=("*",))
+ACCEPTS: Example | None = Example(_REFERENCE, _INPUTS, _CANDIDATE.format("y"))
+REJECTS: Example | None = Example(
+    _REFERENCE, _INPUTS, _CANDIDATE.format("y.as_subclass(Later)"), because="Later", also=("*",)
+)

@@ -71,8 +71,8 @@ def judge(study: Study, evidence: Sequence[Evidence]) -> Conclusion:
 _REFERENCE = "def run(x):\n    return x * 2\n"
 _INPUTS = "import torch\n\ndef make(seed):\n    return {'x': torch.randn(8, 16, generator=torch.Generator().manual_seed(seed))}\n"
 
-ACCEPTS = Example(_REFERENCE, _INPUTS, "import os\n\ndef run(x):\n    y = x * 2\n    return y\n")
-REJECTS = Example(
+ACCEPTS: Example | None = Example(_REFERENCE, _INPUTS, "import os\n\ndef run(x):\n    y = x * 2\n    return y\n")
+REJECTS: Example | None = Example(
     _REFERENCE,
     _INPUTS,
     "import os\n\ndef run(x):\n    os.abort()\n    return y\n",

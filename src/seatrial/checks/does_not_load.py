@@ -66,5 +66,5 @@ def _how(ran: Ran) -> str:
 _REFERENCE = "def run(x):\n    return x * 2\n"
 _INPUTS = "import torch\n\ndef make(seed):\n    return {'x': torch.randn(8, 16, generator=torch.Generator().manual_seed(seed))}\n"
 
-ACCEPTS = Example(_REFERENCE, _INPUTS, "def run(x):\n    return x * 2\n")
-REJECTS = Example(_REFERENCE, _INPUTS, "def run(x)\n    return x * 2\n", because="SyntaxError")
+ACCEPTS: Example | None = Example(_REFERENCE, _INPUTS, "def run(x):\n    return x * 2\n")
+REJECTS: Example | None = Example(_REFERENCE, _INPUTS, "def run(x)\n    return x * 2\n", because="SyntaxError")

@@ -45,10 +45,12 @@ def judge(study: Study, evidence: Sequence[Evidence]) -> Conclusion:
 _REFERENCE = "import torch\n\ndef run(x):\n    return 5 * torch.tanh(x / 5)\n"
 _INPUTS = (
     "import torch\n\ndef make(seed):\n"
-    "    return {'x': 1e-3 * torch.randn(32, 64, generator=torch.Generator().manual_seed(seed)).bfloat16()}\n"
+    "    return {'x': 1e-2 * torch.randn(32, 64, generator=torch.Generator().manual_seed(seed)).bfloat16()}\n"
 )
 
-ACCEPTS = Example(_REFERENCE, _INPUTS, "import torch\n\ndef run(x):\n    return 5 * torch.tanh(x / 5)\n")
-REJECTS = Example(
+ACCEPTS: Example | None = Example(
+    _REFERENCE, _INPUTS, "import torch\n\ndef run(x):\n    return 5 * torch.tanh(x / 5)\n"
+)
+REJECTS: Example | None = Example(
     _REFERENCE, _INPUTS, "import torch\n\ndef run(x):\n    return 5 * (x / 5)\n", because="wrong beyond rounding"
 )

@@ -108,8 +108,8 @@ def run(x):
     return y
 """
 
-ACCEPTS = Example(_REFERENCE, _INPUTS, _CANDIDATE.format("x.shape[0]"))
-REJECTS = Example(
+ACCEPTS: Example | None = Example(_REFERENCE, _INPUTS, _CANDIDATE.format("x.shape[0]"))
+REJECTS: Example | None = Example(
     _REFERENCE,
     _INPUTS,
     _CANDIDATE.format("max(s for s in (1, 4, 8, 16) if s <= x.shape[0])"),

@@ -57,6 +57,8 @@ def judge(study: Study, evidence: Sequence[Evidence]) -> Conclusion:
 
 
 def _judge_call(study: Study, case: Case, record: CallRecord) -> list[Finding]:
+    from torch import Tensor
+
     before = study.inputs(case)
     if record.ran is not Ran.RETURNED or len(record.echoed) != len(before):
         return [not_verified(NAME, unusable(record), where=where(case))]
@@ -72,7 +74,7 @@ def _judge_call(study: Study, case: Case, record: CallRecord) -> list[Finding]:
             advice="Work on a copy, or have the problem declare the input as updated in place.",
         )
         for spec, was, now in zip(study.problem.inputs, before, record.echoed, strict=True)
-        if now is not None and hasattr(was, "shape") and (count := changed_elements(was, now))
+        if now is not None and isinstance(was, Tensor) and (count := changed_elements(was, now))
     ]
 
 
@@ -92,5 +94,7 @@ def changed_elements(was: Tensor, now: Tensor) -> int:
 _REFERENCE = "def run(x):\n    return x * 2\n"
 _INPUTS = "import torch\n\ndef make(seed):\n    return {'x': torch.randn(8, 16, generator=torch.Generator().manual_seed(seed))}\n"
 
-ACCEPTS = Example(_REFERENCE, _INPUTS, "def run(x):\n    return x.mul(2)\n")
-REJECTS = Example(_REFERENCE, _INPUTS, "def run(x):\n    return x.mul_(2).clone()\n", because="changed during the call")
+ACCEPTS: Example | None = Example(_REFERENCE, _INPUTS, "def run(x):\n    return x.mul(2)\n")
+REJECTS: Example | None = Example(
+    _REFERENCE, _INPUTS, "def run(x):\n    return x.mul_(2).clone()\n", because="changed during the call"
+)

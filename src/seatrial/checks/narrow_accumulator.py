@@ -128,8 +128,8 @@ def run(x):
     return total.bfloat16()
 """
 
-ACCEPTS = Example(_REFERENCE, _INPUTS, _CANDIDATE.format("torch.float32"))
-REJECTS = Example(
+ACCEPTS: Example | None = Example(_REFERENCE, _INPUTS, _CANDIDATE.format("torch.float32"))
+REJECTS: Example | None = Example(
     _REFERENCE,
     _INPUTS,
     _CANDIDATE.format("torch.bfloat16"),

@@ -111,8 +111,8 @@ def run(x):
     return CACHE[key].clone()
 """
 
-ACCEPTS = Example(_REFERENCE, _INPUTS, _CANDIDATE.format("x.numpy().tobytes()"))
-REJECTS = Example(
+ACCEPTS: Example | None = Example(_REFERENCE, _INPUTS, _CANDIDATE.format("x.numpy().tobytes()"))
+REJECTS: Example | None = Example(
     _REFERENCE,
     _INPUTS,
     _CANDIDATE.format("tuple(x.shape)"),

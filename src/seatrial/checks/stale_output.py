@@ -3,8 +3,8 @@
 What it shows      the candidate writes every element it must write
 Why it matters     in production the buffer holds the last request's data; `torch.empty` may even hand back the previous
                    correct output, so the fault hides in every test that repeats a call
-How                the same inputs are computed on memory filled with NaN and with a finite pattern, outputs and freed
-                   blocks alike; an element that shows its poison both times was never written
+How                the same inputs are computed on memory filled with NaN and with a finite pattern: outputs, freed
+                   blocks, and what the kernel allocates for itself; an element that shows its poison both times was never written
 What it misses     a kernel that copies a right answer from somewhere else: see replayed-result
 Cost               two calls per audited workload, at most three workloads
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from seatrial.bench import FINITE_POISON, NAN, Bench
+from seatrial.bench import Bench
 from seatrial.checks.base import (
     Conclusion,
     Evidence,
@@ -28,6 +28,7 @@ from seatrial.checks.base import (
     where,
 )
 from seatrial.model import CallRecord, Finding
+from seatrial.poison import FINITE, NAN, allocator_fills
 from seatrial.study import Case, Study
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def plan(study: Study) -> Sequence[Job] | NotApplicable:
 def observe(bench: Bench, job: Job) -> Evidence:
     """The same inputs on NaN and on a finite pattern."""
     case = job.cases[0]
-    return Evidence(job, (bench.call(case, poison=NAN), bench.call(case, poison=FINITE_POISON)))
+    return Evidence(job, (bench.call(case, poison=NAN), bench.call(case, poison=FINITE)))
 
 
 def judge(study: Study, evidence: Sequence[Evidence]) -> Conclusion:
@@ -84,7 +85,7 @@ def _judge_pair(study: Study, case: Case, nan: CallRecord, finite: CallRecord) -
 
 
 def unwritten(on_nan: Tensor, on_finite: Tensor) -> Tensor:
-    """Mask of the elements that show their poison: NaN on the one run, the pattern on the other.
+    """Mask of the elements that show the poison of their own run in both runs.
 
     Integers have no NaN; there an element is unwritten when it differs between the two runs.
     """
@@ -92,8 +93,20 @@ def unwritten(on_nan: Tensor, on_finite: Tensor) -> Tensor:
 
     if not on_nan.is_floating_point():
         return on_nan != on_finite
-    a, b = on_nan.to(torch.float64), on_finite.to(torch.float64)
-    return torch.isnan(a) & (b == FINITE_POISON)
+    first = torch.isnan(on_nan.to(torch.float64)) | _holds(on_nan, allocator_fills(NAN))
+    second = (on_finite.to(torch.float64) == FINITE) | _holds(on_finite, allocator_fills(FINITE))
+    return first & second
+
+
+def _holds(values: Tensor, fills: Sequence[int]) -> Tensor:
+    """Mask of the elements all of whose bytes are one of the fills."""
+    import torch
+
+    if values.numel() == 0:
+        return torch.zeros(values.shape, dtype=torch.bool)
+    raw = values.contiguous().reshape(-1).view(torch.uint8).reshape(-1, values.element_size())
+    found = torch.stack([(raw == fill).all(-1) for fill in fills]).any(0)
+    return found.reshape(values.shape)
 
 
 _REFERENCE = "def run(x):\n    return x * 2\n"
@@ -107,8 +120,8 @@ def run(x):
     return y
 """
 
-ACCEPTS = Example(_REFERENCE, _INPUTS, _CANDIDATE.format("x.shape[1]"))
-REJECTS = Example(
+ACCEPTS: Example | None = Example(_REFERENCE, _INPUTS, _CANDIDATE.format("x.shape[1]"))
+REJECTS: Example | None = Example(
     _REFERENCE,
     _INPUTS,
     _CANDIDATE.format("x.shape[1] // 32 * 32"),

@@ -141,5 +141,5 @@ def run(x):
     return x * 2
 """
 
-ACCEPTS = Example(_REFERENCE, _INPUTS, _CANDIDATE.format("0.0"))
-REJECTS = Example(_REFERENCE, _INPUTS, _CANDIDATE.format("20.0"), because="threads running")
+ACCEPTS: Example | None = Example(_REFERENCE, _INPUTS, _CANDIDATE.format("0.0"))
+REJECTS: Example | None = Example(_REFERENCE, _INPUTS, _CANDIDATE.format("20.0"), because="threads running")

@@ -13,6 +13,7 @@ Cost               the slowest check: some tens of training steps per cell
 from __future__ import annotations
 
 from collections.abc import Sequence
+
 from seatrial.bench import Bench
 from seatrial.checks.base import Conclusion, Evidence, Example, Job, NotApplicable, failed, held, not_verified
 from seatrial.model import Finding, Outcome, Trial, TrialCell, Where

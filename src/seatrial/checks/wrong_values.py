@@ -44,8 +44,10 @@ def judge(study: Study, evidence: Sequence[Evidence]) -> Conclusion:
 _REFERENCE = "def run(x):\n    return x.sum(-1)\n"
 _INPUTS = "import torch\n\ndef make(seed):\n    return {'x': torch.rand(64, 512, generator=torch.Generator().manual_seed(seed))}\n"
 
-ACCEPTS = Example(_REFERENCE, _INPUTS, "def run(x):\n    n = x.shape[-1]\n    return x[..., :n].sum(-1)\n")
-REJECTS = Example(
+ACCEPTS: Example | None = Example(
+    _REFERENCE, _INPUTS, "def run(x):\n    n = x.shape[-1]\n    return x[..., :n].sum(-1)\n"
+)
+REJECTS: Example | None = Example(
     _REFERENCE,
     _INPUTS,
     "def run(x):\n    n = x.shape[-1] - 1\n    return x[..., :n].sum(-1)\n",

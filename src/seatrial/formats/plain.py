@@ -62,17 +62,15 @@ def problem_from_callables(
 def candidate_from_callable(fn: Callable[..., Any], *, name: str | None = None) -> Candidate:
     """A candidate from a callable that returns its outputs.
 
-    It travels as cloudpickle bytes: by value from `__main__` and for closures, by reference when it
-    lives in a module, whose folder then stands in `import_paths`. Raises CandidateError when it
+    It travels as cloudpickle bytes: by value from `__main__`, for closures and from a module that
+    imports seatrial, by reference from any other module, whose folder then stands in `import_paths`. Raises CandidateError when it
     cannot be pickled.
     """
-    import cloudpickle  # type: ignore[import-untyped]  # it ships no types
-
     label = name or _name_of(fn)
     if not callable(fn):
         raise CandidateError(f"candidate '{label}' is {type(fn).__name__}, which cannot be called; give a function")
     try:
-        pickled = cloudpickle.dumps(fn)
+        pickled = _pickled(fn)
     except Exception as fault:  # foreign objects: pickling runs their code
         raise CandidateError(
             f"candidate '{label}' cannot be sent to another process ({type(fault).__name__}: {fault}); "
@@ -89,6 +87,25 @@ def candidate_from_callable(fn: Callable[..., Any], *, name: str | None = None) 
         import_paths=_import_paths(home),
         needs_cuda=_needs_cuda(home),
     )
+
+
+def _pickled(fn: Callable[..., Any]) -> bytes:
+    """By reference as cloudpickle does, but by value from a module that imports seatrial: the child has none of it."""
+    import cloudpickle  # type: ignore[import-untyped]  # it ships no types
+
+    home = _home_module(fn)
+    if home is None or home.__name__ == "__main__" or not _imports_seatrial(home):
+        return bytes(cloudpickle.dumps(fn))
+    cloudpickle.register_pickle_by_value(home)
+    try:
+        return bytes(cloudpickle.dumps(fn))
+    finally:
+        cloudpickle.unregister_pickle_by_value(home)
+
+
+def _imports_seatrial(module: ModuleType) -> bool:
+    origins = (getattr(value, "__module__", None) or getattr(value, "__name__", "") for value in vars(module).values())
+    return any(str(origin).partition(".")[0] == "seatrial" for origin in origins)
 
 
 class PlainDraw:

@@ -35,6 +35,7 @@ from torch import Tensor
 
 from seatrial.builders.python import BuildFailed, build, in_own_words
 from seatrial.devices import Device, pick
+from seatrial.poison import perturb_byte
 from seatrial.workers import observed, sandbox
 from seatrial.workers.sandbox import Layers, Place
 from seatrial.workers.tensors import (
@@ -56,7 +57,7 @@ _GUARD = 0xC3
 _POISONED_BYTES, _MOST_BLOCKS = 1 << 18, 96  # of freed memory per output that is left behind on purpose
 _ALIGNMENT_BYTES = 128
 _RECURSION_OF_INDUCTOR = 2000
-_MALLOPT_MMAP_MAX, _MALLOPT_TRIM_THRESHOLD = -4, -1
+_MALLOPT_MMAP_MAX, _MALLOPT_TRIM_THRESHOLD, _MALLOPT_PERTURB = -4, -1, -6
 
 
 def run(line: socket.socket, place: Place, layers: Layers, threads: int) -> NoReturn:
@@ -100,6 +101,11 @@ def _keep_freed_memory() -> None:
     libc = ctypes.CDLL(None)
     libc.mallopt(_MALLOPT_MMAP_MAX, 0)
     libc.mallopt(_MALLOPT_TRIM_THRESHOLD, 2**31 - 1)
+
+
+def _perturb_allocations(poison: float | None) -> None:
+    """From here on the C allocator fills what it hands out and takes back (glibc; others ignore the request)."""
+    ctypes.CDLL(None).mallopt(_MALLOPT_PERTURB, perturb_byte(poison))
 
 
 def _settle_compilers(place: Place) -> None:
@@ -270,6 +276,7 @@ def _call(host: _Host, request: dict[str, Any], inputs: Sequence[_Input]) -> tup
     flags, generators, threads = observed.flags(device), observed.generators(device), observed.live_threads()
     native = observed.native_threads()
     device.synchronise()
+    _perturb_allocations(poison if device.name == "cpu" else None)
     started = perf_counter()
     try:
         returned = host.function(*arguments)
@@ -285,6 +292,7 @@ def _call(host: _Host, request: dict[str, Any], inputs: Sequence[_Input]) -> tup
         outputs, lag = (), 0.0
         answer = _what_was_raised(error, host.source) | {"seconds": perf_counter() - started}
         answer |= _is_device_lost(device)
+    _perturb_allocations(None)
     _flush_prints()
     if answer["ran"] == "exited" or answer.get("ran") == "crashed":
         return answer, []
