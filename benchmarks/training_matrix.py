@@ -58,7 +58,7 @@ def carried_in_bf16(ids: Tensor, gradient: Tensor, total: Tensor) -> Tensor:
     sorted_ids = ids[order]
     occurrence = torch.arange(len(ids)) - torch.searchsorted(sorted_ids, sorted_ids)
     by_occurrence = occurrence.argsort(stable=True)
-    for turn in by_occurrence.split(occurrence.bincount().tolist()):
+    for turn in torch.split(by_occurrence, occurrence.bincount().tolist()):
         rows = sorted_ids[turn]
         total[rows] = total[rows] + gradient[order[turn]]
     return total

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 EPS = 1e-6
-SEQUENCES_AT_A_TIME = 16
+SEQUENCES_AT_A_TIME = 8
 
 
 def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -124,7 +124,7 @@ class Decoder(nn.Module):
         x = self.slots.final_norm(x, self.final)
         # logits are by far the largest tensor: a few sequences at a time stay in the cache and in the heap
         at_a_time = len(ids) if self.slots.cap is not no_cap else SEQUENCES_AT_A_TIME
-        parts = zip(x.split(at_a_time), targets.split(at_a_time), strict=True)
+        parts = zip(torch.split(x, at_a_time), torch.split(targets, at_a_time), strict=True)
         return torch.stack([self._loss(*part) for part in parts]).sum() / targets.numel()
 
     def _loss(self, x: Tensor, targets: Tensor) -> Tensor:

@@ -28,6 +28,8 @@ class Run:
     watched_norms     L2 norm of the watched parameter's gradient
     row_gradients     the same of one row of it: the row of the step's commonest id (empty when it has no rows)
     row_updates       L2 norm of the change the optimizer made to that row
+    row_errors        relative L2 error of that row's gradient against the reference on the same inputs
+                      (filled in by the matrix, for a candidate)
     repeats           how often that id occurred in the step
     """
 
@@ -36,6 +38,7 @@ class Run:
     watched_norms: list[float] = field(default_factory=list)
     row_gradients: list[float] = field(default_factory=list)
     row_updates: list[float] = field(default_factory=list)
+    row_errors: list[float] = field(default_factory=list)
     repeats: list[int] = field(default_factory=list)
     failed: str = ""  # the kernel's own words when it could not be called
 
