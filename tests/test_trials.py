@@ -399,6 +399,8 @@ def test_one_spike_agrees() -> None:
     assert verdict_of(falling(lambda t: 0.5 if t == 5 else 0.0)) == "agrees"
     assert leaves([False, True, False, False, False, False, False, False]) is None
     assert leaves([False, True, False, False, True, False, False, False]) == 1
+    assert leaves([False] * 5 + [True] * 9 + [False] * 300) is None
+    assert leaves([False] * 5 + [True] * 10 + [False] * 300) == 5
 
 
 @pytest.mark.parametrize("end", [math.nan, math.inf, 100.0])

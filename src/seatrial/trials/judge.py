@@ -13,8 +13,9 @@ of the kernel and nothing else.
    the reference's own step-to-step noise (median |loss(t+1) - loss(t)| over the second half) plus a
    thousandth of the starting loss: less than that nobody sees in a training run, and it keeps the band
    open when the honest runs are bit-identical.
-4. The candidate drifts when its distance to R is outside the band for a quarter of the run or longer.
-   One spike does not count, a curve that finds back after a long way round does.
+4. The candidate drifts when its distance to R is outside the band in LONG steps, or in a quarter of a
+   shorter run. One spike does not count, a curve that finds back after a long way round does: given time,
+   most runs end at much the same loss, so the end of a curve says less than the way there.
 5. It diverges when a loss or gradient is NaN or infinite, when the loss rises to loop.BLOWN_UP times
    where it started, or when the run ends a tenth above its start, while every honest run does none of these.
 6. When an honest run does one of these itself, the cell says nothing and is not verified.
@@ -32,6 +33,7 @@ from seatrial.trials.loop import Run
 SMOOTH = 5
 FACTOR = 3.0
 FLOOR = 0.1
+LONG = 10  # steps
 UNSEEN = 1e-3  # of the starting loss: a difference nobody would act on, whatever the step-to-step noise
 TOGETHER = 0.005  # honest runs that lie farther apart than this share of the starting loss train chaotically
 RISEN = 1.1  # times the starting loss; uniform ids have nothing to learn and may end a hair above their start
@@ -108,8 +110,9 @@ def step_noise(run: Run) -> float:
 
 
 def leaves(outside: Sequence[bool]) -> int | None:
-    """First step outside when a quarter of the run or more is, else None."""
-    return outside.index(True) if 4 * sum(outside) >= len(outside) and any(outside) else None
+    """First step outside when LONG steps are, or a quarter of a shorter run; else None."""
+    enough = max(1, min(LONG, len(outside) // 4))
+    return outside.index(True) if sum(outside) >= enough else None
 
 
 def judge(seeds: Sequence[Twins]) -> Judged:
