@@ -52,7 +52,7 @@ class Settings:
     data: tuple[str, ...] = DATA
     optimizers: tuple[str, ...] = OPTIMIZERS
     rates: Mapping[str, tuple[float, ...]] = field(
-        default_factory=lambda: {"sgd": (0.3, 0.2, 0.1, 0.05, 0.02), "adamw": (3e-3, 1e-3, 3e-4)}
+        default_factory=lambda: {"sgd": (0.5, 0.3, 0.2, 0.1, 0.05, 0.02), "adamw": (3e-3, 1e-3, 3e-4)}
     )
     steps: int = 20
     warm_up: int = 0  # steps to reach the learning rate
