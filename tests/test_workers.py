@@ -630,7 +630,7 @@ def test_large_tensors_cross(server: ForkServer) -> None:
 def shows(values: torch.Tensor, poison: float, *, own_memory: bool) -> torch.Tensor:
     """Mask of the elements that still hold the poison, or the allocator's bytes in memory of the kernel's own."""
     found = torch.isnan(values) if poison != poison else values == poison
-    raw = values.contiguous().view(torch.uint8).reshape(*values.shape, values.element_size())
+    raw = values.contiguous().reshape(-1).view(torch.uint8).reshape(*values.shape, values.element_size())
     fills = allocator_fills(poison) if own_memory else ()
     return found | torch.stack([(raw == fill).all(-1) for fill in fills] or [torch.zeros_like(found)]).any(0)
 

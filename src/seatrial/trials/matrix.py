@@ -230,22 +230,39 @@ class _Cell:
 
 
 def _judge_cells(bench: Bench, candidate: Kernel, controls: Mapping[str, Kernel], honest: HonestRuns) -> list[_Cell]:
-    """Honest runs of the next cells are trained by workers while the candidate runs here, one cell after another."""
+    """Cells side by side, one worker each: first its honest runs, then the candidate's. One failure ends the rest."""
     places = [(data, optimizer) for data in bench.settings.data for optimizer in bench.settings.optimizers]
-    checked, failure, cells = watched_for_shape(candidate, bench.problem), "", list[_Cell]()
+    checked, failures = one_at_a_time(watched_for_shape(candidate, bench.problem)), list[str]()
+
+    def cell(place: tuple[str, str]) -> _Cell:
+        if failures:
+            return _Cell(*place, 0.0, judging.Judged("not verified", f"not run, {failures[0]}"))
+        try:
+            trained = _honest_at_highest_rate(bench, controls, honest, *place)
+            return _judge_cell(bench, checked, *place, *trained)
+        except KernelFailed as failed:
+            failures.append(f"because the candidate could not be called: {failed}")
+            return _Cell(*place, 0.0, judging.Judged("not verified", f"no verdict, {failures[-1]}"))
+
     with one_core_each(), ThreadPoolExecutor(bench.workers, initializer=_use_one_core) as pool:
-        waiting = [pool.submit(_honest_at_highest_rate, bench, controls, honest, *place) for place in places]
-        for (data, optimizer), trained in zip(places, waiting, strict=True):
-            if failure:
-                trained.cancel()
-                cells.append(_Cell(data, optimizer, 0.0, judging.Judged("not verified", f"not run, {failure}")))
-                continue
+        return list(pool.map(cell, places))
+
+
+def one_at_a_time(kernel: Kernel) -> Kernel:
+    """`kernel` behind a lock, for its process serves one call at a time; once it has failed it is not called again."""
+    alone, failures = Lock(), list[KernelFailed]()
+
+    def serial(inputs: Sequence[Value]) -> tuple[Tensor, ...]:
+        with alone:
+            if failures:
+                raise KernelFailed(str(failures[0]))
             try:
-                cells.append(_judge_cell(bench, checked, data, optimizer, *trained.result()))
+                return kernel(inputs)
             except KernelFailed as failed:
-                failure = f"because the candidate could not be called: {failed}"
-                cells.append(_Cell(data, optimizer, 0.0, judging.Judged("not verified", f"no verdict, {failure}")))
-    return cells
+                failures.append(failed)
+                raise
+
+    return serial
 
 
 def _judge_cell(
