@@ -183,7 +183,20 @@ class Study:
         """The unmodified reference in fp64."""
         from seatrial.numerics.oracle import Oracle
 
-        return Oracle(self.problem.reference, [s.name for s in self.problem.outputs])
+        return Oracle(self.problem.reference, [s.name for s in self.problem.outputs], opaque=self._opaque())
+
+    def _opaque(self) -> str:
+        """Why float64 cannot follow the reference: kernels of its own compute in the dtypes they were written for."""
+        import ast
+
+        from seatrial.formats.python_file import imports_gpu_language
+
+        if self.problem.reference_source and imports_gpu_language(ast.parse(self.problem.reference_source)):
+            return (
+                "the reference launches GPU kernels of its own, which a float64 run cannot follow, so there is no "
+                "oracle to judge values by"
+            )
+        return ""
 
     @cached_property
     def trace(self) -> Trace:

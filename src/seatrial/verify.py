@@ -258,6 +258,9 @@ def _limits(study: Study, findings: Sequence[Finding], options: Options) -> list
         limits.append(
             f"{left} of {len(study.problem.workloads)} declared workloads are not audited under policy {study.policy.name}"
         )
+    limits.append(
+        "how strong the inputs are was not measured: no faults were planted in the reference to see them caught"
+    )
     if options.only or options.skip:
         limits.append("only some checks were run (--only / --skip), so the verdict speaks for those alone")
     if not study.device.name.startswith("cuda"):

@@ -64,10 +64,13 @@ class Oracle:
 
     reference   takes the inputs positionally; returns a tensor, a Python scalar, a sequence or a mapping
     names       its output names, in order
+    opaque      why float64 cannot follow what the reference does (it launches kernels of its own, say); empty
+                otherwise. Its native result then stands in, marked as unfaithful
     """
 
     reference: Callable[..., Any]
     names: Sequence[str]
+    opaque: str = ""
     _leak: str | None = field(default=None, init=False, repr=False)
 
     def run(self, inputs: Sequence[Value]) -> OracleResult:
@@ -77,6 +80,8 @@ class Oracle:
         native result is given instead and marked as unfaithful. Raises OracleUnavailable when the
         reference raises natively as well, or returns something that does not fit the names.
         """
+        if self.opaque:
+            return self._native_result(inputs, self.opaque)
         try:
             run = self._promoted_run(inputs)
         except OracleUnavailable:
@@ -111,6 +116,8 @@ class Oracle:
     def base(self, inputs: Sequence[Value], tape: Tape) -> OracleResult:
         """Like `run`, and records on the tape what later samples may use again."""
         checked = self._leak
+        if self.opaque:
+            return self.run(inputs)
         try:
             run = self._promoted_run(inputs, None, tape)
         except Exception:  # noqa: BLE001 - run() meets the same error and names it
@@ -180,8 +187,13 @@ class Oracle:
         return _Run(promotion, outputs, dtypes)
 
     def _native_instead(self, inputs: Sequence[Value], error: Exception) -> OracleResult:
+        return self._native_result(
+            inputs,
+            f"The float64 run of the reference raised ({_in_words(error)}); the native result stands in for it.",
+        )
+
+    def _native_result(self, inputs: Sequence[Value], why: str) -> OracleResult:
         native = self.native(inputs)
-        why = f"The float64 run of the reference raised ({_in_words(error)}); the native result stands in for it."
         values = tuple(to_float64(value) if value.dtype in NARROW else value for value in native)
         return OracleResult(values, tuple(value.dtype for value in native), faithful=False, why=why)
 

@@ -1,0 +1,52 @@
+"""What an audit knows about a problem before it sees a candidate."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from seatrial.checks import CHECKS
+from seatrial.devices import pick
+from seatrial.model import OutputSlot
+from seatrial.policy import QUICK
+from seatrial.study import Study
+from tests.sources import problem_of
+
+
+def study(seed: int = 1, name: str = "fitted-sizes") -> Study:
+    example = CHECKS[name].ACCEPTS
+    assert example is not None
+    return Study(problem_of(example), QUICK, pick("cpu"), seed)
+
+
+def test_seeds_depend_on_names_and_never_on_the_order_of_work() -> None:
+    one, other = study(), study()
+    other.case(other.smallest, draw=7)
+    assert one.case(one.smallest) == other.case(other.smallest)
+    assert one.case(one.smallest) != one.case(one.smallest, draw=1)
+    assert study(seed=2).case(one.smallest) != one.case(one.smallest)
+
+
+def test_inputs_are_drawn_once_and_replayed() -> None:
+    one, other = study(), study()
+    case = one.case(one.smallest)
+    assert one.inputs(case) is one.inputs(case)
+    assert all(torch.equal(a, b) for a, b in zip(one.inputs(case), other.inputs(case), strict=True))  # type: ignore[arg-type]
+
+
+def test_output_slots_follow_the_sizes_that_inputs_imply() -> None:
+    subject = study()
+    assert subject.slots_for([torch.zeros(5, 32)]) == (OutputSlot("out0", (5, 32), "float32"),)
+
+
+def test_a_reference_with_kernels_of_its_own_has_no_oracle_and_judges_nothing() -> None:
+    plain = study()
+    source = "import triton\n\ndef run(x):\n    return x * 2 + 1\n"
+    opaque = Study(replace(plain.problem, reference_source=source), QUICK, pick("cpu"), 1)
+    case = plain.case(plain.smallest)
+    outputs = plain.native(case)
+    assert [r.passed for r in plain.judge(case, outputs)] == [True]
+    reports = opaque.judge(case, outputs)
+    assert [r.passed for r in reports] == [None]
+    assert "GPU kernels of its own" in reports[0].why
