@@ -44,7 +44,7 @@ def test_causes_are_read_before_effects() -> None:
     ]
     ordered = in_reading_order(findings)
     assert [f.check for f in ordered] == ["narrow-accumulator", "training-divergence", "stale-output"]
-    assert headline(Verdict.REJECTED, ordered).startswith("narrow-accumulator failed, and 1 more")
+    assert headline(Verdict.REJECTED, ordered).startswith("narrow-accumulator failed (and 1 more objections)")
 
 
 def test_a_check_that_the_control_fails_cannot_reject() -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from tests.sources import problem_of
 
 from seatrial.checks import CHECKS
 from seatrial.devices import pick
 from seatrial.model import OutputSlot
 from seatrial.policy import QUICK
 from seatrial.study import Study
-from tests.sources import problem_of
 
 
 def study(seed: int = 1, name: str = "fitted-sizes") -> Study:

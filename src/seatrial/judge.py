@@ -62,7 +62,8 @@ def headline(verdict: Verdict, findings: Sequence[Finding]) -> str:
     if verdict is Verdict.ACCEPTED:
         return f"every planned check ran and held ({sum(f.outcome is Outcome.HELD for f in findings)} findings)."
     more = sum(f.outcome is findings[0].outcome for f in findings) - 1 if findings else 0
-    return f"{first}{f', and {more} more' if more else ''}."
+    noun = "objections" if verdict is Verdict.REJECTED else "findings like it"
+    return f"{first}{f' (and {more} more {noun})' if more else ''}."
 
 
 # Here the judge itself weighs the native reference against the candidate (reference deficient), and an unbounded

@@ -346,6 +346,7 @@ class TrialCell(_Public):
     first_step: int | None = None  # first step outside the band of honest controls
     gap: float | None = None  # final loss of the candidate minus that of the reference
     band: float | None = None  # half width of the band of honest controls at the end
+    farthest: float | None = None  # largest smoothed distance from the reference's loss, over all steps
     most_repeats: int | None = None  # most contributions to one row in one step, measured
     curves: list[Curve] = Field(default_factory=list)
 

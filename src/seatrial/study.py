@@ -39,6 +39,7 @@ CACHE_BYTES = 3 << 30
 CPU_ELEMENTS = 1 << 26
 CUDA_ELEMENTS = 1 << 29
 PROBE_ELEMENTS = 1 << 20
+MOST_PROBE_ELEMENTS = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class Study:
     @cached_property
     def audited(self) -> tuple[Workload, ...]:
         """Declared workloads under audit: smallest and largest first, then a spread between them."""
-        ordered = sorted(self.problem.workloads, key=self._elements)
+        ordered = sorted(self.problem.workloads, key=self.elements)
         wanted = min(self.policy.workloads, len(ordered))
         if wanted <= 1:
             return tuple(ordered[:wanted])
@@ -104,7 +105,7 @@ class Study:
     def outside_sizes(self) -> tuple[Workload, ...]:
         """Workloads at sizes that the problem does not list."""
         ceiling = CUDA_ELEMENTS if self.device.name.startswith("cuda") else CPU_ELEMENTS
-        largest = max(self._elements(w) for w in self.audited)
+        largest = max(self.elements(w) for w in self.audited)
         return other_sizes(
             self.problem,
             count=self.policy.sizes,
@@ -112,7 +113,8 @@ class Study:
             ceiling_elements=min(ceiling, 2 * largest + 1024),
         )
 
-    def _elements(self, workload: Workload) -> int:
+    def elements(self, workload: Workload) -> int:
+        """Elements of all inputs and outputs of a workload together."""
         sizes = self.problem.sizes(workload.axes)
         total = 0
         for spec in (*self.problem.inputs, *self.problem.outputs):
@@ -218,8 +220,13 @@ class Study:
     @cached_property
     def probe_case(self) -> Case:
         """The case whose sums are probed: the middle one of the declared workloads that are cheap to call often."""
-        cheap = sorted((w for w in self.problem.workloads if self._elements(w) <= PROBE_ELEMENTS), key=self._elements)
+        cheap = sorted((w for w in self.problem.workloads if self.elements(w) <= PROBE_ELEMENTS), key=self.elements)
         return self.case(cheap[len(cheap) // 2] if cheap else self.smallest, draw=20)
+
+    @property
+    def too_large_to_probe(self) -> bool:
+        """True when one call of the probe case is so large that a hundred of them would take minutes."""
+        return self.elements(self.probe_case.workload) > MOST_PROBE_ELEMENTS
 
     @cached_property
     def probe_plan(self) -> ProbePlan:
@@ -395,7 +402,7 @@ class Study:
         for axis in self.problem.var_axes if self.problem.resizable else ():
             sizes = [max(1, given[axis] * 2**k // 4) for k in range(self.policy.growth)]
             largest = Workload("growth", {**given, axis: sizes[-1]}, self.probe_case.workload.inputs)
-            if self._elements(largest) > 4 * PROBE_ELEMENTS:
+            if self.elements(largest) > 4 * PROBE_ELEMENTS:
                 continue
 
             def draw_at(size: int, axis: str = axis) -> list[Value] | None:

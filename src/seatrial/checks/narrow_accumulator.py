@@ -31,6 +31,11 @@ TITLE = "sums are carried in enough bits"
 
 def plan(study: Study) -> Sequence[Job] | NotApplicable:
     """One job with all probes, when the reference has a sum that can be probed."""
+    if study.too_large_to_probe:
+        return NotApplicable(
+            f"the smallest declared workload has {study.elements(study.smallest):,} elements, too many to send a "
+            "hundred times; the sums of this problem were not probed"
+        )
     if not study.probe_plan.sums:
         reasons = "; ".join(f"{o}: {why}" for o, why in study.probe_plan.unprobed.items())
         return NotApplicable(f"no output is a plain sum over an input ({reasons})")

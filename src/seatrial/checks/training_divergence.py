@@ -71,9 +71,9 @@ def _cell(cell: TrialCell, trial: Trial) -> Finding | None:
             NAME,
             f"training on {place} {cell.verdict}: {cell.reason}",
             cause=f"training:{cell.verdict}",
-            measured=cell.gap,
+            measured=cell.farthest,
             allowed=cell.band,
-            unit="loss",
+            unit="nats of loss",
             where=where,
             advice="Do not train with this kernel; the value findings name the operation at fault.",
         )
@@ -83,9 +83,9 @@ def _cell(cell: TrialCell, trial: Trial) -> Finding | None:
             outcome=Outcome.NOTED,
             cause="training:masked",
             reason=f"training on {place} hides the fault (masked): {cell.reason}",
-            measured=cell.gap,
+            measured=cell.farthest,
             allowed=cell.band,
-            unit="loss",
+            unit="nats of loss",
             where=where,
         )
     if cell.verdict == "not verified":

@@ -42,13 +42,14 @@ RESTLESS = "an honest run does not train stably here, so the candidate's run wou
 
 @dataclass(frozen=True)
 class Judged:
-    """What one cell showed. `gap` and `band` are in nats, at the end of the run."""
+    """What one cell showed. `gap` and `band` are in nats, at the end of the run; `farthest` over all of it."""
 
     verdict: str
     reason: str
     first_step: int | None = None
     gap: float | None = None
     band: float | None = None
+    farthest: float | None = None
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,9 @@ def _judge_one(twins: Twins, band: list[float]) -> Judged:
     outside = [d > b for d, b in zip(apart, band, strict=False)]
     if not is_stable(candidate):
         first = outside.index(True) if True in outside else len(candidate.losses) - 1
-        return Judged("diverges", _how_it_diverged(candidate, reference), first, _gap(twins), band[-1])
+        return Judged(
+            "diverges", _how_it_diverged(candidate, reference), first, _gap(twins), band[-1], max(apart, default=None)
+        )
     first_step = leaves(outside)
     gap = _gap(twins)
     if first_step is None:
@@ -144,12 +147,13 @@ def _judge_one(twins: Twins, band: list[float]) -> Judged:
             None,
             gap,
             band[-1],
+            max(apart),
         )
     reason = (
         f"outside the band of honest kernels in {sum(outside)} of {len(outside)} steps, from step {first_step} on: "
         f"{max(apart):.3g} from the reference at its farthest, {apart[-1]:.3g} at the end ({band[-1]:.3g} allowed)"
     )
-    return Judged("drifts", reason, first_step, gap, band[-1])
+    return Judged("drifts", reason, first_step, gap, band[-1], max(apart))
 
 
 def _how_it_diverged(candidate: Run, reference: Run) -> str:

@@ -401,6 +401,7 @@ def _public(cell: _Cell, judged: judging.Judged, *, by_row: bool) -> TrialCell:
         first_step=judged.first_step,
         gap=judged.gap,
         band=judged.band,
+        farthest=judged.farthest,
         most_repeats=_most_repeats(cell) if by_row and cell.seeds else None,
         curves=[curve for seed, twins in enumerate(cell.seeds) for curve in _curves(seed, twins)],
     )
