@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 from tests.sources import problem_of
 
@@ -11,7 +12,7 @@ from seatrial.checks import CHECKS
 from seatrial.devices import pick
 from seatrial.model import OutputSlot
 from seatrial.policy import QUICK
-from seatrial.study import Study
+from seatrial.study import Study, TooLarge
 
 
 def study(seed: int = 1, name: str = "fitted-sizes") -> Study:
@@ -50,3 +51,10 @@ def test_a_reference_with_kernels_of_its_own_has_no_oracle_and_judges_nothing() 
     reports = opaque.judge(case, outputs)
     assert [r.passed for r in reports] == [None]
     assert "GPU kernels of its own" in reports[0].why
+
+
+def test_a_case_too_large_for_the_machine_is_said_and_not_tried() -> None:
+    subject = study()
+    subject.device.free_memory = lambda: 1000  # type: ignore[method-assign]
+    with pytest.raises(TooLarge, match="GiB are free on cpu"):
+        subject.inputs(subject.case(subject.smallest))

@@ -39,6 +39,7 @@ CACHE_BYTES = 3 << 30
 CPU_ELEMENTS = 1 << 26
 CUDA_ELEMENTS = 1 << 29
 PROBE_ELEMENTS = 1 << 20
+ORACLE_BYTES_PER_ELEMENT = 8 * 24  # float64 copies that a run with its squares and samples keeps at a time
 MOST_PROBE_ELEMENTS = 1 << 24
 
 
@@ -113,6 +114,15 @@ class Study:
             ceiling_elements=min(ceiling, 2 * largest + 1024),
         )
 
+    def _afford(self, workload: Workload) -> None:
+        """Raises TooLarge before this machine runs out of memory: the operating system would kill us without a word."""
+        need, free = self.elements(workload) * ORACLE_BYTES_PER_ELEMENT, self.device.free_memory()
+        if need > free:
+            raise TooLarge(
+                f"workload {workload.uuid} needs about {need / 2**30:.0f} GiB for its float64 oracle, and "
+                f"{free / 2**30:.0f} GiB are free on {self.device.name}; run on a larger machine"
+            )
+
     def elements(self, workload: Workload) -> int:
         """Elements of all inputs and outputs of a workload together."""
         sizes = self.problem.sizes(workload.axes)
@@ -131,6 +141,7 @@ class Study:
         return self._cached(("inputs", case.key), lambda: self._draw(case))
 
     def _draw(self, case: Case) -> list[Value]:
+        self._afford(case.workload)
         drawn = reference_boundary(
             lambda: self.problem.draw(case.workload, case.seed, self.device.name), "drawing the declared inputs"
         )
@@ -502,6 +513,10 @@ class Clock:
     def over(self) -> bool:
         """True when the budget is used up; what is left is then not verified."""
         return self.spent > self.budget_s
+
+
+class TooLarge(InfrastructureError):
+    """A case whose oracle does not fit into this machine's memory; it is not verified."""
 
 
 class ReferenceUnusable(InfrastructureError):

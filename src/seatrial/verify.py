@@ -203,8 +203,8 @@ def _benchmark_rule(study: Study, bench: Bench) -> BenchmarkRule | None:
     rows = []
     for workload in study.problem.workloads if len(study.problem.workloads) <= 16 else study.audited:
         case = study.case(workload, draw=90)
-        record = bench.call(case, poison=None)
         try:
+            record = bench.call(case, poison=None)
             rows.append(benchmark_rule.judge_record(study.problem, workload, record, study.native(case)))
         except InfrastructureError:
             continue  # the native reference does not run here: the benchmark itself could say nothing

@@ -38,5 +38,8 @@ class Device(Protocol):
     def synchronise(self) -> float:
         """Waits for all work on the device, on every stream; the seconds that took."""
 
+    def free_memory(self) -> int:
+        """Bytes that can be allocated there now."""
+
     def settings(self) -> dict[str, str]:
         """Settings of this process that a kernel may not change: current device, stream, generator."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -37,6 +38,12 @@ class CpuDevice:
 
     def synchronise(self) -> float:
         return 0.0
+
+    def free_memory(self) -> int:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+        return sys.maxsize  # a kernel that does not tell: the allocation itself will say
 
     def settings(self) -> dict[str, str]:
         return {}

@@ -69,6 +69,10 @@ class CudaDevice:
         self._synchronise(self._index)
         return perf_counter() - started
 
+    def free_memory(self) -> int:
+        torch.cuda.empty_cache()
+        return int(torch.cuda.mem_get_info(self._index)[0])
+
     def settings(self) -> dict[str, str]:
         return {
             "current CUDA device": str(torch.cuda.current_device()),
