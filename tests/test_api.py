@@ -77,3 +77,17 @@ def test_misuse_gets_one_sentence(call: Any, words: str) -> None:
         call()
     assert words in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def clamped(x: torch.Tensor, scale: float) -> torch.Tensor:
+    return x.float().clamp(-9, 9).mul(scale).to(x.dtype)
+
+
+def clamped_in_place(x: torch.Tensor, scale: float) -> torch.Tensor:
+    return x.clamp_(-9, 9).float().mul(scale).to(x.dtype)
+
+
+def test_a_clamp_in_place_shows_on_inputs_that_it_changes() -> None:
+    run = {"reference": clamped, "inputs": make, "policy": "quick", "device": "cpu", "only": ["mutated-input"]}
+    assert seatrial.check(clamped, **run).verdict is Verdict.ACCEPTED
+    assert seatrial.check(clamped_in_place, **run).verdict is Verdict.REJECTED

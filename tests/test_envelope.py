@@ -526,3 +526,37 @@ def test_tanh_made_of_exp_is_honest_and_a_coarse_one_is_not(seed: int) -> None:
     coarse = _capped(scores, lambda z: torch.tanh(z) * (1 + 2.0**-11 * torch.randn_like(z)))
     assert envelope.judge([from_exp])[0].passed is True
     assert envelope.judge([coarse])[0].passed is False
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_constants_reciprocal_is_honest_and_a_narrow_scale_is_not(seed: int) -> None:
+    x = torch.randn(256, 64, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    oracle = Oracle(lambda v: v.float().abs().amax(-1) / 448.0, ["scale"])
+    envelope = Envelope.build(oracle, [x], contract=TC, samples=4, seed=seed, native=oracle.native([x]))
+    by_reciprocal = x.float().abs().amax(-1) * (1 / 448.0)
+    narrow = (x.float().abs().amax(-1) / 448.0).bfloat16().float()
+    assert envelope.judge([by_reciprocal])[0].passed is True
+    assert envelope.judge([narrow])[0].passed is False
+
+
+def test_powers_with_a_tensor_as_exponent_are_judged() -> None:
+    x = torch.rand(64, 64) + 0.5
+    oracle = Oracle(lambda v: torch.pow(v, torch.arange(64.0) / 64), ["y"])
+    envelope = Envelope.build(oracle, [x], contract=TC, samples=4, seed=0)
+    assert envelope.judge([x ** (torch.arange(64.0) / 64)])[0].passed is True
+    assert envelope.judge([x ** ((torch.arange(64.0) + 1) / 64)])[0].passed is False
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_layernorm_of_rows_far_from_zero_is_judged_as_real_roundings_fall(seed: int) -> None:
+    g = torch.Generator().manual_seed(seed)
+    x = (torch.randn(96, 256, generator=g) + 12 * torch.randn(96, 1, generator=g)).bfloat16()
+    w, b = (torch.randn(256, generator=g).bfloat16() for _ in range(2))
+    norm = torch.nn.functional.layer_norm
+    oracle = Oracle(lambda x, w, b: norm(x.float(), (256,), w.float(), b.float()).to(x.dtype), ["y"])
+    envelope = Envelope.build(oracle, [x, w, b], contract=TC, samples=4, seed=seed, native=oracle.native([x, w, b]))
+    mean, variance = x.float().mean(-1, keepdim=True), x.float().var(-1, keepdim=True, unbiased=False)
+    two_pass = ((x.float() - mean) * torch.rsqrt(variance + 1e-5) * w.float() + b.float()).bfloat16()
+    narrow_mean = ((x.float() - mean.bfloat16()) * torch.rsqrt(variance + 1e-5) * w.float() + b.float()).bfloat16()
+    assert envelope.judge([two_pass])[0].passed is True
+    assert envelope.judge([narrow_mean])[0].passed is False

@@ -4,7 +4,7 @@ What it shows      every input tensor holds after the call, byte for byte, what 
 Why it matters     the caller reads its activations again in the backward pass
 How                the child sends the inputs back as they stand after the call; the parent compares bytes
 What it misses     a change that is undone before the call returns
-Cost               one call per audited workload, at most two workloads
+Cost               up to four calls
 """
 
 from __future__ import annotations
@@ -36,10 +36,12 @@ TITLE = "inputs are left as they were"
 
 
 def plan(study: Study) -> Sequence[Job] | NotApplicable:
-    """Up to two audited workloads."""
+    """Up to two audited workloads, and inputs of unusual size: a clamp in place changes nothing else."""
     if all(spec.shape is None for spec in study.problem.inputs):
         return NotApplicable("no tensor inputs")
-    return tuple(Job(f"inputs after the call, workload {w.uuid}", (study.case(w),)) for w in study.audited[:2])
+    cases = [study.case(w) for w in study.audited[:2]]
+    cases += [study.case(study.smallest, name) for name in ("scaled-up-32", "hot-id") if name in study.recipes]
+    return tuple(Job(f"inputs after the call, {c.workload.uuid} {c.recipe}", (c,)) for c in cases)
 
 
 def observe(bench: Bench, job: Job) -> Evidence:

@@ -110,7 +110,7 @@ class Noise:
             return result
         if call.name in _SCALES and which == 0:
             return self._disturb_reduction(call, result)
-        if call.name in _ONE_ROUNDING or (call.name == "pow" and call.args[1] == 2):
+        if call.name in _ONE_ROUNDING or (call.name == "pow" and _is_square(call.args[1])):
             return self._with_rounded_constants(call, self._times_one_plus(result, self._roundoff(call)))
         if "fft" in call.name:
             return result + 4 * self._roundoff(call) * (result * result).mean(-1, keepdim=True).sqrt() * self._normal(
@@ -310,6 +310,10 @@ _SAVED = frozenset({"native_layer_norm_backward", "native_group_norm_backward"})
 
 _Terms = float | Tensor
 _Scale = tuple[_Terms, Tensor | None]  # number of terms, sum of their squares (None: nothing is summed)
+
+
+def _is_square(exponent: Any) -> bool:
+    return isinstance(exponent, int | float) and exponent == 2
 
 
 def _is_saved(call: OpCall, tensor: Tensor) -> bool:
