@@ -91,3 +91,51 @@ def test_a_clamp_in_place_shows_on_inputs_that_it_changes() -> None:
     run = {"reference": clamped, "inputs": make, "policy": "quick", "device": "cpu", "only": ["mutated-input"]}
     assert seatrial.check(clamped, **run).verdict is Verdict.ACCEPTED
     assert seatrial.check(clamped_in_place, **run).verdict is Verdict.REJECTED
+
+
+KEPT: list[torch.Tensor] = []
+
+
+def into_a_kept_buffer(x: torch.Tensor, scale: float) -> torch.Tensor:
+    result = reference(x, scale)
+    if not KEPT:
+        KEPT.append(torch.empty_like(result))
+    return KEPT[0].copy_(result)
+
+
+def through_a_kept_buffer(x: torch.Tensor, scale: float) -> torch.Tensor:
+    result = reference(x, scale)
+    if not KEPT:
+        KEPT.append(torch.empty_like(result))
+    return KEPT[0].copy_(result).clone()
+
+
+def test_a_result_that_the_next_call_overwrites_is_rejected_and_a_copy_of_it_is_not() -> None:
+    run = {"reference": reference, "inputs": make, "policy": "quick", "device": "cpu", "only": ["replayed-result"]}
+    assert seatrial.check(through_a_kept_buffer, **run).verdict is Verdict.ACCEPTED
+    rejected = seatrial.check(into_a_kept_buffer, **run)
+    assert rejected.verdict is Verdict.REJECTED
+    assert "overwritten" in rejected.headline
+
+
+def with_gaps(x: torch.Tensor, scale: float) -> torch.Tensor:
+    return torch.relu(x.float() - scale).to(x.dtype)
+
+
+def make_with_nan(seed: int) -> dict[str, Any]:
+    x = make(seed)["x"].clone()
+    x[0, 0] = float("nan")
+    return {"x": x, "scale": 0.5}
+
+
+def test_nan_among_the_inputs_is_judged_by_position() -> None:
+    run = {
+        "reference": with_gaps,
+        "inputs": make_with_nan,
+        "policy": "quick",
+        "device": "cpu",
+        "only": ["wrong-values"],
+    }
+    assert seatrial.check(with_gaps, **run).verdict is Verdict.ACCEPTED
+    silent = seatrial.check(lambda x, scale: torch.nan_to_num(with_gaps(x, scale)), **run)
+    assert silent.verdict is Verdict.REJECTED

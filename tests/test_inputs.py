@@ -491,3 +491,11 @@ def test_sample_problems_have_recipes_and_sizes_that_the_reference_accepts() -> 
             inputs = recipe.apply(problem.draw(workload, 1, "cpu"), 2)
             assert tuple(problem.reference(*inputs.values()).shape) == (256, 8)
     assert len(found) == 3
+
+
+def test_a_zipf_draw_over_a_huge_range_needs_no_memory_of_that_size() -> None:
+    from seatrial.inputs.recipes import _zipf
+
+    ids = _zipf(torch.zeros(4096, dtype=torch.int64), 1 << 40, torch.Generator().manual_seed(0))
+    assert int(ids.min()) >= 0 and int(ids.max()) > 1 << 30
+    assert int(torch.unique(ids, return_counts=True)[1].max()) > 100

@@ -362,7 +362,7 @@ class Study:
         slots = self.slots(case.workload)
         for position, spec in enumerate(self.problem.inputs):
             ids, bound = self.inputs(case)[position], self.trace.index_ranges.get(spec.name, 0)
-            if not isinstance(ids, torch.Tensor) or ids.numel() == 0 or int(ids.min()) < 0:
+            if not bound or not isinstance(ids, torch.Tensor) or ids.numel() == 0 or int(ids.min()) < 0:
                 continue
             for out in self.trace.levers.get(spec.name, ()):
                 shape = slots[out].shape or (0,)

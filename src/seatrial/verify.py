@@ -269,6 +269,15 @@ def _limits(study: Study, findings: Sequence[Finding], options: Options) -> list
     return limits
 
 
+def _untried_recipes(study: Study, findings: Sequence[Finding]) -> list[str]:
+    if not any(f.check == "fitted-inputs" and f.outcome is not Outcome.NOT_APPLICABLE for f in findings):
+        return []
+    try:
+        return list(study.recipes)[1 + study.policy.recipes :]
+    except InfrastructureError:
+        return []  # the reference does not run here, which is a finding already
+
+
 def environment(device: Device, server: ForkServer) -> dict[str, str]:
     """Where this ran: versions, device facts, and what confined the candidate."""
     import torch

@@ -4,7 +4,8 @@ What it shows      new values in tensors of the same shapes give new results
 Why it matters     a cache keyed by shape, pointer or object passes every benchmark that repeats its inputs, and serves
                    the first request's answer for ever
 How                several draws of one workload follow each other in one process, every one in fresh tensors; each
-                   result is compared with its own oracle and with the earlier results
+                   result is compared with its own oracle and with the earlier results; the child keeps the last result
+                   alive and sees whether the next one lies in its memory
 What it misses     caches keyed by the values themselves, and in-place changes behind a tensor's version counter
 Cost               three calls
 """
@@ -61,6 +62,14 @@ def judge(study: Study, evidence: Sequence[Evidence]) -> Conclusion:
         if not record.usable:
             return Conclusion([not_verified(NAME, unusable(record), where=where(case))])
     findings = [f for i in range(1, len(cases)) for f in _compare(study, cases, records, i)]
+    reused = [
+        i
+        for i in range(1, len(records))
+        if records[i].facts.get("reuses_output")
+        and any(_share_changed(a, b) for a, b in zip(records[i - 1].outputs, records[i].outputs, strict=True))
+    ]
+    if reused:
+        findings.append(_overwritten(cases[reused[0]], reused[0]))
     return Conclusion(findings[:1] or [held(NAME, f"{len(cases)} draws in one process gave results of their own")])
 
 
@@ -88,6 +97,19 @@ def _compare(study: Study, cases: Sequence[Case], records: Sequence[CallRecord],
                 )
             ]
     return []
+
+
+def _overwritten(case: Case, call: int) -> Finding:
+    return failed(
+        NAME,
+        f"call {call + 1} returned its result in the memory of call {call}'s, which is overwritten while it is still in use",
+        cause="overwritten",
+        measured=1.0,
+        allowed=0.0,
+        unit="results overwritten",
+        where=where(case),
+        advice="Allocate the output of every call, or take it as an argument.",
+    )
 
 
 def _share_changed(a: Tensor, b: Tensor) -> float:

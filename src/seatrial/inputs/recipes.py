@@ -25,6 +25,7 @@ ChangeIds = Callable[[Tensor, int, Generator], Tensor]  # ids, exclusive upper b
 ZIPF_EXPONENT = 1.1  # word frequencies of running text
 OUTLIER_EVERY, OUTLIER_FACTOR = 37, 50.0  # an odd spacing, so that tiles see different channels
 SENTINEL = 2.0**8  # bf16 carries 8 bits: beside this element the others vanish in a bf16 sum
+MOST_KINDS = 1 << 20  # different ids of a Zipf draw; a range of hash values has no use for more
 CHEAP_DRAW = 1 << 20  # elements of a workload that is drawn on the side to see which inputs may be changed
 TELLING = 16  # elements from which the sample says whether a tensor has structure
 
@@ -328,9 +329,12 @@ def _half_one_id(ids: Tensor, bound: int, generator: Generator) -> Tensor:
 
 
 def _zipf(ids: Tensor, bound: int, generator: Generator) -> Tensor:
-    share = torch.arange(1, bound + 1, dtype=torch.float64).pow(-ZIPF_EXPONENT).cumsum(0)
+    kinds = min(bound, MOST_KINDS)
+    share = torch.arange(1, kinds + 1, dtype=torch.float64).pow(-ZIPF_EXPONENT).cumsum(0)
     drawn = torch.rand(ids.shape, generator=generator, dtype=torch.float64) * share[-1]
-    ranks = torch.searchsorted(share, drawn).clamp(max=bound - 1)
+    ranks = torch.searchsorted(share, drawn).clamp(max=kinds - 1)
+    if kinds < bound:
+        return torch.randint(0, bound, (kinds,), generator=generator)[ranks]
     return torch.randperm(bound, generator=generator)[ranks]
 
 

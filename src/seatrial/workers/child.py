@@ -7,6 +7,7 @@ Facts of a call (all optional, all seen from inside and so no proof of innocence
 
     threads_started   names of Python threads that run after the call and did not before
     native_threads    threads of the process before and after, pools of torch and OpenMP included
+    reuses_output     whether a result lies in the memory of the last call's result, which is still alive
     processes_left    processes of the candidate's own that still run (counted by the keeper)
     patched           watched functions (observed.WATCHED) that are not what they were before the import
     flags_changed     process-wide settings that differ after the call, one sentence each
@@ -129,6 +130,7 @@ class _Host:
     device: Device
     originals: observed.Originals
     source: Path
+    previous: Sequence[Tensor] = ()  # what the last call returned, kept alive
 
 
 def _serve(wire: Wire, place: Place) -> None:
@@ -285,11 +287,13 @@ def _call(host: _Host, request: dict[str, Any], inputs: Sequence[_Input]) -> tup
         else:
             taken, breaches = _from_return(returned, slots, device)
         outputs = device.snapshot([same_bits(t) for t in taken])
+        reused = _shares_memory(taken, host.previous)
+        host.previous = () if host.destination_passing else tuple(taken)
         seconds = perf_counter() - started
         lag = device.synchronise()
         answer: dict[str, Any] = {"ran": "returned", "breaches": _clip_all(breaches), "seconds": seconds}
     except BaseException as error:  # noqa: BLE001  (the child boundary: whatever a candidate raises is data)
-        outputs, lag = (), 0.0
+        outputs, lag, reused = (), 0.0, False
         answer = _what_was_raised(error, host.source) | {"seconds": perf_counter() - started}
         answer |= _is_device_lost(device)
     _perturb_allocations(None)
@@ -304,8 +308,15 @@ def _call(host: _Host, request: dict[str, Any], inputs: Sequence[_Input]) -> tup
         "rng_changed": generators != observed.generators(device),
         "guards_broken": [d.name for d in destinations if not d.guards_hold()],
         "stream_lag_s": lag,
+        "reuses_output": reused,
     }
     return answer, _blobs(answer, outputs, inputs if request["echo"] else ())
+
+
+def _shares_memory(taken: Sequence[Tensor], previous: Sequence[Tensor]) -> bool:
+    """Whether a result lies in the memory of the last call's, which is still alive here and so is nobody's to hand out."""
+    alive = {t.untyped_storage().data_ptr() for t in previous if t.numel()}
+    return any(t.numel() and t.untyped_storage().data_ptr() in alive for t in taken)
 
 
 def _is_device_lost(device: Device) -> dict[str, Any]:

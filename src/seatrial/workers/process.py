@@ -528,6 +528,8 @@ def _facts(raw: object) -> dict[str, Any]:
             facts[name] = list(_texts(said[name]))
     if "rng_changed" in said:
         facts["rng_changed"] = bool(said["rng_changed"])
+    if "reuses_output" in said:
+        facts["reuses_output"] = bool(said["reuses_output"])
     if "stream_lag_s" in said:
         facts["stream_lag_s"] = _number(said["stream_lag_s"])
     native = said.get("native_threads")
