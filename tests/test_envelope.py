@@ -560,3 +560,17 @@ def test_a_layernorm_of_rows_far_from_zero_is_judged_as_real_roundings_fall(seed
     narrow_mean = ((x.float() - mean.bfloat16()) * torch.rsqrt(variance + 1e-5) * w.float() + b.float()).bfloat16()
     assert envelope.judge([two_pass])[0].passed is True
     assert envelope.judge([narrow_mean])[0].passed is False
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_equal_values_may_come_in_any_order_and_unequal_ones_may_not(seed: int) -> None:
+    logits = (torch.randn(32, 64, generator=torch.Generator().manual_seed(seed)) * 2).bfloat16()
+    logits[:, 40] = logits[:, 7]  # a tie in every row, often among the largest
+    oracle = Oracle(lambda x: torch.topk(x, 6, dim=-1), ["values", "ids"])
+    envelope = Envelope.build(oracle, [logits], contract=TC, samples=4, seed=seed)
+    values, first = logits.sort(dim=-1, descending=True, stable=True)
+    _, last = logits.flip(-1).sort(dim=-1, descending=True, stable=True)
+    for ids in (first, 63 - last):
+        assert [r.passed for r in envelope.judge([values[:, :6], ids[:, :6]])] == [True, True]
+    shifted = [r.passed for r in envelope.judge([values[:, :6], first[:, 1:7]])]
+    assert shifted == [True, False]

@@ -90,18 +90,35 @@ class Noise:
         self._wide = wide
         self._tape = tape
         self._nearest = nearest
+        self._prefer = 1.0 if seed % 2 else -1.0
         self._drift = 0.1 + 0.9 * float(torch.rand((), generator=self._random))
         self.on_tape: Callable[[], bool] = lambda: False
 
     # -- promote.Perturbation
 
     def prepare(self, call: OpCall) -> OpCall:
+        if call.name in _ORDERS_TIES_FREELY and not call.kwargs.get("stable"):
+            return self._with_ties_broken(call)
         if call.name not in _MATMULS or (self._wide and call.declared == WIDE):
             return call
         first = _first_operand(call)
         args = list(call.args)
         args[first : first + 2] = [self._rounded_operand(call, operand) for operand in args[first : first + 2]]
         return replace(call, args=tuple(args))
+
+    def _with_ties_broken(self, call: OpCall) -> OpCall:
+        """Equal values come in no promised order: every second sample prefers the first of them, the others the last."""
+        values = call.args[0]
+        if not isinstance(values, Tensor) or values.dtype != WIDE or not values.numel() or not values.dim():
+            return call
+        at = _ORDERS_TIES_FREELY[call.name]
+        dim = call.args[at] if len(call.args) > at else call.kwargs.get("dim", -1)
+        n = values.shape[dim]
+        place = torch.arange(n, dtype=WIDE, device=values.device) / n
+        place = place.view([n if d == dim % values.dim() else 1 for d in range(values.dim())])
+        size = values.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs().max()
+        moved = torch.where(torch.isfinite(values), values + self._prefer * _TIE * size * place, values)
+        return replace(call, args=(moved, *call.args[1:]))
 
     def disturb(self, call: OpCall, result: Tensor, which: int) -> Tensor:
         if result.is_complex():
@@ -302,6 +319,8 @@ _ONE_ROUNDING = op_names(
 )
 _SCALED_BY_ROW = frozenset({"_softmax", "native_layer_norm", "native_group_norm", "_fused_rms_norm", "_safe_softmax"})
 # A kernel computes these from exp: 1 - 2/(1 + exp(2x)) is off by roundings of 1, not of the (smaller) result.
+_TIE = 1e-12  # of the largest value: parts equals and nothing else
+_ORDERS_TIES_FREELY = {"topk": 2, "sort": 1}  # and where their `dim` stands
 _TIMES_INPUT = frozenset({"gelu", "mish"})
 _THROUGH_EXP = frozenset({"tanh", "erf", "softplus", "log_sigmoid_forward"}) | _TIMES_INPUT
 _SHIFTED_BY_ROW = frozenset({"_log_softmax", "logsumexp", "_softmax_backward_data", "_log_softmax_backward_data"})
