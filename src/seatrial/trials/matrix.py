@@ -211,6 +211,8 @@ def fitted_sizes(settings: Settings, insisted: Mapping[str, int]) -> tuple[Sizes
     width, heads = insisted.get("width"), insisted.get("heads", wanted.heads)
     if width is None:
         width = wanted.width + -wanted.width % heads
+    if "batch" not in insisted and tokens is None and width > wanted.width:
+        batch = max(16, batch * wanted.width // width)  # a wider model sees fewer tokens, so that a trial takes as long
     while width % heads:
         heads -= 1
     return Sizes(insisted.get("vocabulary", wanted.vocabulary), width, wanted.layers, heads, length), batch
