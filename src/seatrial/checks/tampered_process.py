@@ -61,55 +61,37 @@ Seen = Sequence[tuple[Case, CallRecord]]
 
 def _patched(seen: Seen) -> Finding | None:
     names = sorted({str(n) for _, r in seen for n in r.facts.get("patched", ())})
-    if not names:
-        return None
-    return failed(
-        NAME,
-        f"replaces functions of the process it runs in: {', '.join(names[:6])}",
-        cause="patched",
-        measured=float(len(names)),
-        allowed=0.0,
-        unit="functions",
-        where=where(seen[0][0]),
-        advice="A kernel has no business with these functions; times and comparisons of this candidate mean nothing.",
-    )
+    reason = f"replaces functions of the process it runs in: {', '.join(names[:6])}"
+    advice = "A kernel has no business with these functions; times and comparisons of this candidate mean nothing."
+    return _counted(seen, len(names), "functions", "patched", reason, advice)
 
 
 def _threads(seen: Seen) -> Finding | None:
     names = [str(n) for _, r in seen for n in r.facts.get("threads_started", ())]
     if names:
-        return _left_behind("threads", len(names), ": " + ", ".join(sorted(set(names))[:4]), seen)
+        return _left_behind(seen, "threads", len(names), ", ".join(sorted(set(names))[:4]))
     processes = max((int(r.facts.get("processes_left", 0)) for _, r in seen), default=0)
-    return _left_behind("processes", processes, f": {processes}", seen) if processes else None
+    return _left_behind(seen, "processes", processes, str(processes))
 
 
-def _left_behind(kind: str, count: int, which: str, seen: Seen) -> Finding:
-    return failed(
-        NAME,
-        f"leaves {kind} running after the call returned{which}",
-        cause=kind,
-        measured=float(count),
-        allowed=0.0,
-        unit=kind,
-        where=where(seen[0][0]),
-        advice="Finish the work inside the call.",
-    )
+def _left_behind(seen: Seen, kind: str, count: int, which: str) -> Finding | None:
+    reason = f"leaves {kind} running after the call returned: {which}"
+    return _counted(seen, count, kind, kind, reason, "Finish the work inside the call.")
 
 
 def _flags(seen: Seen) -> Finding | None:
     flags = sorted({str(n) for _, r in seen for n in r.facts.get("flags_changed", ())})
-    if not flags:
+    reason = f"changes global settings of the process: {', '.join(flags[:4])}"
+    advice = "Ask for the precision in the operation itself, and leave the caller's settings alone."
+    return _counted(seen, len(flags), "settings", "flags", reason, advice)
+
+
+def _counted(seen: Seen, count: int, unit: str, cause: str, reason: str, advice: str) -> Finding | None:
+    """The finding for traces of which there may be none; None when there are none."""
+    if not count:
         return None
-    return failed(
-        NAME,
-        f"changes global settings of the process: {', '.join(flags[:4])}",
-        cause="flags",
-        measured=float(len(flags)),
-        allowed=0.0,
-        unit="settings",
-        where=where(seen[0][0]),
-        advice="Ask for the precision in the operation itself, and leave the caller's settings alone.",
-    )
+    place = where(seen[0][0])
+    return failed(NAME, reason, cause=cause, measured=float(count), allowed=0.0, unit=unit, where=place, advice=advice)
 
 
 def _stream(seen: Seen) -> Finding | None:
