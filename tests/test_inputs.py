@@ -13,6 +13,7 @@ from torch import Tensor
 
 from seatrial.errors import ProblemError
 from seatrial.formats import load_problem
+from seatrial.inputs.changes import zipf
 from seatrial.inputs.domain import are_free_ids, is_structured, keep_domain
 from seatrial.inputs.recipes import Recipe, recipes
 from seatrial.inputs.roles import Role, roles
@@ -55,18 +56,19 @@ def declared(seed: int) -> dict[str, Value]:
     }
 
 
-UNTOUCHED = (
-    "weight",
-    "cu_seqlens",
-    "attn_mask",
-    "keep",
-    "rstd",
-    "cos",
-    "w_scale",
-    "running",
-    "count",
-    "causal",
-)
+MASKING = {"half-masked", "few-kept", "padded", "left-padded", "one-row-masked"}
+UNTOUCHED: dict[str, set[str]] = {  # input -> the recipes that are made for it
+    "weight": set(),
+    "cu_seqlens": set(),
+    "attn_mask": MASKING,
+    "keep": MASKING,
+    "rstd": set(),
+    "cos": set(),
+    "w_scale": {"uneven-scales"},
+    "running": set(),
+    "count": {"small-ints", "larger-ints"},
+    "causal": {"flipped-flags"},
+}
 
 
 def problem_of(draw: Callable[[int], Mapping[str, Value]], **more: Any) -> Problem:
@@ -195,12 +197,14 @@ def test_a_recipe_keeps_form_domain_and_what_it_may_not_touch(recipe: Recipe) ->
         assert_same(before[name], copy[name], f"{recipe.name} wrote into {name}")
         if not isinstance(value, Tensor):
             assert type(value) is type(before[name])
+            if recipe.name not in UNTOUCHED.get(name, {recipe.name}):
+                assert value == before[name]
             continue
         original = tensor(before, name)
         assert value.shape == original.shape and value.dtype == original.dtype and value.is_contiguous()
         if name != "attn_mask":
             assert bool(value.double().isfinite().all()), f"{recipe.name} made {name} overflow"
-        if name in UNTOUCHED:
+        if recipe.name not in UNTOUCHED.get(name, {recipe.name}):
             assert_same(value, original, f"{recipe.name} touched {name}")
     ids, probs, gate = (tensor(after, n) for n in ("token_ids", "probs", "gate"))
     assert int(ids.min()) >= 0 and int(ids.max()) < VOCAB
@@ -356,7 +360,7 @@ def test_norm_weights_leave_one_and_hold_zero_and_minus_one() -> None:
 def test_scalars_change_by_their_name() -> None:
     assert applied("larger-eps")["eps"] == pytest.approx(1e-3) and applied("smaller-eps")["eps"] == pytest.approx(1e-9)
     assert applied("smaller-cap")["softcap"] == 50 / 16
-    other = applied("other-scalars")
+    other = applied("smaller-scalars")
     assert (other["alpha"], other["eps"], other["softcap"], other["count"]) == (1.5, 1e-6, 50.0, 3)
 
 
@@ -370,14 +374,15 @@ def test_narrow_floats_saturate_instead_of_overflowing() -> None:
 
 
 def test_a_problem_without_changeable_inputs_has_only_the_declared_draw() -> None:
-    assert [r.name for r in recipes(problem_of(lambda s: {"keep": torch.ones(4).bool()}))] == ["declared"]
+    assert [r.name for r in recipes(problem_of(lambda s: {"cu_seqlens": torch.arange(4)}))] == ["declared"]
 
 
-def test_a_sample_that_cannot_be_drawn_leaves_the_recipes_in_place() -> None:
+def test_a_sample_that_cannot_be_drawn_leaves_the_recipes_that_need_none() -> None:
     def refuse(workload: Workload, seed: int, device: str) -> dict[str, Value]:
         raise ProblemError("not here")
 
-    assert len(recipes(replace(PROBLEM, draw=refuse), RANGES)) >= len(ALL)
+    unseen = {r.name for r in recipes(replace(PROBLEM, draw=refuse), RANGES)}
+    assert {"hot-id", "scaled-up-32", "nonunit-norm", "sentinel-per-row", "zipf"} <= unseen <= set(ALL)
 
 
 def test_blob_ids_stay_as_they_are() -> None:
@@ -443,7 +448,7 @@ def test_sizes_are_new_distinct_below_the_ceiling_and_follow_the_seed() -> None:
 
 def test_a_larger_size_than_any_listed_is_among_the_first() -> None:
     found = other_sizes(sized([{"rows": n} for n in (32, 64, 128)]), count=6, seed=0, ceiling_elements=1 << 20)
-    assert {33, 1, 129, 193} <= {w.axes["rows"] for w in found}
+    assert {33, 1, 129, 515} <= {w.axes["rows"] for w in found}
 
 
 def test_sizes_that_do_not_resolve_are_left_out() -> None:
@@ -494,8 +499,108 @@ def test_sample_problems_have_recipes_and_sizes_that_the_reference_accepts() -> 
 
 
 def test_a_zipf_draw_over_a_huge_range_needs_no_memory_of_that_size() -> None:
-    from seatrial.inputs.recipes import _zipf
-
-    ids = _zipf(torch.zeros(4096, dtype=torch.int64), 1 << 40, torch.Generator().manual_seed(0))
+    ids = zipf(torch.zeros(4096, dtype=torch.int64), 1 << 40, torch.Generator().manual_seed(0))
     assert int(ids.min()) >= 0 and int(ids.max()) > 1 << 30
     assert int(torch.unique(ids, return_counts=True)[1].max()) > 100
+
+
+# ---------------------------------------------------------------------------------------------------
+# Masks, positions, labels, scalars
+
+
+def offered(
+    draw: Callable[[int], Mapping[str, Value]], index_ranges: Mapping[str, int] | None = None, **more: Any
+) -> dict[str, Recipe]:
+    return {r.name: r for r in recipes(problem_of(draw, **more), index_ranges)}
+
+
+def test_a_mask_that_masks_nothing_is_drawn_anew_and_keeps_something_in_every_row() -> None:
+    whole: dict[str, Value] = {"x": torch.randn(6, 40), "mask": torch.ones(6, 40, dtype=torch.bool)}
+    ways = offered(lambda s: whole)
+    for name in sorted(MASKING - {"one-row-masked"}):
+        mask = tensor(ways[name].apply(whole, 3), "mask")
+        assert bool(mask.any(-1).all()) and not bool(mask.all()), name
+    assert (
+        bool((~tensor(ways["one-row-masked"].apply(whole, 3), "mask")).all(-1).any()) and ways["one-row-masked"].risky
+    )
+    padded = tensor(ways["padded"].apply(whole, 3), "mask").int()
+    assert bool((padded.diff(dim=-1) <= 0).all()), "padding on the right is a prefix"
+
+
+def test_an_additive_mask_of_zeros_gets_excluded_elements_and_a_causal_one_stays() -> None:
+    zeros: dict[str, Value] = {"x": torch.randn(6, 8), "attn_mask": torch.zeros(6, 8)}
+    changed = tensor(offered(lambda s: zeros)["half-masked"].apply(zeros, 1), "attn_mask")
+    assert set(changed.unique().tolist()) == {0.0, -1e4}
+    for causal in (torch.ones(8, 8).tril().bool(), torch.full((8, 8), float("-inf")).triu(1)):
+        assert "half-masked" not in offered(lambda s, m=causal: {"x": torch.randn(6, 8), "attn_mask": m})  # type: ignore[misc]
+
+
+def test_positions_leave_the_first_rows_of_a_table_and_stay_inside_it() -> None:
+    first: dict[str, Value] = {"x": torch.randn(2, 16, 8), "position_ids": torch.arange(16).expand(2, 16).contiguous()}
+    free = tensor(offered(lambda s: first)["long-positions"].apply(first, 1), "position_ids")
+    assert int(free.max()) > 4095 and not bool((free[0] == free[1]).all())
+    table = offered(lambda s: first, {"position_ids": 64})
+    for name in ("long-positions", "late-positions"):
+        bounded = tensor(table[name].apply(first, 1), "position_ids")
+        assert 16 <= int(bounded.max()) < 64 and int(bounded.min()) >= 0, name
+    late = tensor(table["late-positions"].apply(first, 1), "position_ids")
+    assert bool((late.diff(dim=-1) == 1).all())
+
+
+@pytest.mark.parametrize(
+    ("words", "scalar"),
+    [("F.cross_entropy(x, y, ignore_index=-7)", None), ("valid = labels != -7", None), ("def run(x, y, n):", -7)],
+)
+def test_labels_are_ignored_only_where_the_reference_names_an_ignored_label(words: str, scalar: int | None) -> None:
+    def draw(seed: int) -> dict[str, Value]:
+        labels = torch.randint(0, 9, (64,), generator=torch.Generator().manual_seed(seed))
+        return {"labels": labels, **({} if scalar is None else {"ignore_index": scalar})}
+
+    ways = offered(draw, {"labels": 9}, reference_source=words)
+    most, one = (tensor(ways[n].apply(draw(1), 2), "labels") for n in ("most-ignored", "one-ignored"))
+    assert 32 < int((most == -7).sum()) < 64 and int((one == -7).sum()) == 1
+    assert "most-ignored" not in offered(lambda s: {"labels": tensor(draw(s), "labels")}, {"labels": 9})
+
+
+def test_confident_scores_favour_the_label_and_mistaken_ones_do_not() -> None:
+    def draw(seed: int) -> dict[str, Value]:
+        g = torch.Generator().manual_seed(seed)
+        return {"logits": torch.randn(32, 9, generator=g), "labels": torch.randint(0, 9, (32,), generator=g)}
+
+    ways = offered(draw, {"labels": 9})
+    for name, share in (("confident", 1.0), ("mistaken", 0.0)):
+        after = ways[name].apply(draw(1), 2)
+        assert float((tensor(after, "logits").argmax(-1) == tensor(after, "labels")).float().mean()) == share
+
+
+def test_scalars_take_other_values_be_they_numbers_or_tensors_of_one_element() -> None:
+    def draw(seed: int) -> dict[str, Value]:
+        return {"x": torch.randn(8, 8), "scale_by": torch.tensor(2.0), "window": 16, "renormalize": True, "gain": 4.0}
+
+    ways = offered(draw)
+    tripled = ways["larger-scalars"].apply(draw(1), 0)
+    assert float(tensor(tripled, "scale_by")) == 6.0 and tripled["gain"] == 12.0 and tripled["window"] == 16
+    assert ways["small-ints"].apply(draw(1), 0)["window"] == 1 and ways["small-ints"].risky
+    assert ways["flipped-flags"].apply(draw(1), 0)["renormalize"] is False
+
+
+def test_what_is_constant_in_the_declared_draw_varies_where_any_value_is_legal() -> None:
+    flat: dict[str, Value] = {"x": torch.randn(9, 8), "grad_output": torch.ones(9, 8), "bias": torch.zeros(8)}
+    ways = offered(lambda s: flat)
+    assert tensor(ways["free-gradient"].apply(flat, 1), "grad_output").std() > 0.5
+    assert tensor(ways["free-weight"].apply(flat, 1), "bias").std() > 0.2
+    only = tensor(ways["one-row"].apply(flat, 1), "grad_output")
+    assert int((only != 0).any(-1).sum()) == 1
+
+
+def test_sentinels_reach_every_row_and_the_very_end() -> None:
+    x: dict[str, Value] = {"x": torch.randn(50, 16)}
+    ways = offered(lambda s: x)
+    assert bool((tensor(ways["sentinel-per-row"].apply(x, 1), "x") > 100).sum(-1).eq(1).all())
+    assert float(tensor(ways["sentinel-at-end"].apply(x, 1), "x")[-1, -1]) > 100
+
+
+def test_targets_that_sum_to_one_may_sum_to_something_else() -> None:
+    soft: dict[str, Value] = {"logits": torch.randn(6, 8), "target_probs": torch.softmax(torch.randn(6, 8), -1)}
+    sums = tensor(offered(lambda s: soft)["unnormalised"].apply(soft, 1), "target_probs").sum(-1)
+    assert float(sums[0]) == 0.0 and torch.allclose(sums[1:], torch.full((5,), 0.5))

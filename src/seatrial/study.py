@@ -39,6 +39,7 @@ CACHE_BYTES = 3 << 30
 CPU_ELEMENTS = 1 << 26
 CUDA_ELEMENTS = 1 << 29
 PROBE_ELEMENTS = 1 << 20
+SMALL_ELEMENTS = 1 << 17
 ORACLE_BYTES_PER_ELEMENT = 8 * 24  # float64 copies that a run with its squares and samples keeps at a time
 MOST_PROBE_ELEMENTS = 1 << 24
 
@@ -103,6 +104,26 @@ class Study:
         """Input recipes of this problem by name, most likely to expose a fault first."""
         return {r.name: r for r in recipes(self.problem, self.trace.index_ranges)}
 
+    @property
+    def tried_recipes(self) -> list[str]:
+        """Names of the recipes that this policy tries; four times as many where a call costs next to nothing."""
+        allowed = self.policy.recipes * (4 if self.elements(self.middle) <= SMALL_ELEMENTS else 1)
+        return [name for name in self.recipes if name != "declared"][:allowed]
+
+    def is_defined(self, case: Case) -> bool:
+        """True when the reference computes this case, and gives no NaN that the declared draw does not give."""
+
+        def has_nan(of: Case) -> bool:
+            return any(t.is_floating_point() and bool(t.isnan().any()) for t in self.exact(of))
+
+        try:
+            sizes = [t.shape for t in self.exact(case)]
+            declared = self.case(case.workload)
+            same = [s.shape for s in self.slots(case.workload)] == [tuple(s) for s in sizes]
+            return same and (not has_nan(case) or has_nan(declared))
+        except InfrastructureError:
+            return False
+
     def outside_sizes(self) -> tuple[Workload, ...]:
         """Workloads at sizes that the problem does not list."""
         ceiling = CUDA_ELEMENTS if self.device.name.startswith("cuda") else CPU_ELEMENTS
@@ -111,7 +132,7 @@ class Study:
             self.problem,
             count=self.policy.sizes,
             seed=self.seed_for("sizes"),
-            ceiling_elements=min(ceiling, 2 * largest + 1024),
+            ceiling_elements=min(ceiling, max(2 * largest + 1024, SMALL_ELEMENTS)),
         )
 
     def _afford(self, workload: Workload) -> None:

@@ -259,6 +259,9 @@ def _limits(study: Study, findings: Sequence[Finding], options: Options) -> list
         limits.append(
             f"{left} of {len(study.problem.workloads)} declared workloads are not audited under policy {study.policy.name}"
         )
+    untried = _untried_recipes(study, findings)
+    if untried:
+        limits.append(f"inputs that policy {study.policy.name} leaves untried: {', '.join(untried)}")
     limits.append(
         "how strong the inputs are was not measured: no faults were planted in the reference to see them caught"
     )
@@ -273,7 +276,7 @@ def _untried_recipes(study: Study, findings: Sequence[Finding]) -> list[str]:
     if not any(f.check == "fitted-inputs" and f.outcome is not Outcome.NOT_APPLICABLE for f in findings):
         return []
     try:
-        return list(study.recipes)[1 + study.policy.recipes :]
+        return [name for name in study.recipes if name != "declared" and name not in study.tried_recipes]
     except InfrastructureError:
         return []  # the reference does not run here, which is a finding already
 

@@ -1,7 +1,8 @@
 """A kernel that is right only for inputs drawn the way the benchmark draws them.
 
 What it shows      values hold for skewed and repeated ids, common-sign gradients, scaled, tiny, shifted and
-                   heavy-tailed activations, outlier channels, norm weights away from one
+                   heavy-tailed activations, outlier channels, norm weights away from one, other masks, ignored
+                   labels, positions of a long context, other scalars and flags
 Why it matters     real text repeats a few tokens thousands of times; real activations have outliers; a soft cap bends
                    only where logits are large
 How                each input gets a role from its declaration and from how the reference uses it; recipes for that role
@@ -25,10 +26,11 @@ TITLE = "values on inputs of other distributions"
 
 def plan(study: Study) -> Sequence[Job] | NotApplicable:
     """The recipes of this problem's roles, most likely to expose a fault first."""
-    names = [n for n in study.recipes if n != "declared"][: study.policy.recipes]
-    if not names:
+    cases = [study.case(study.middle, name) for name in study.tried_recipes]
+    cases = [case for case in cases if not study.recipes[case.recipe].risky or study.is_defined(case)]
+    if not cases:
         return NotApplicable("no input of this problem may be drawn differently")
-    return tuple(Job(f"inputs {n}", (study.case(study.middle, n),)) for n in names)
+    return tuple(Job(f"inputs {case.recipe}", (case,)) for case in cases)
 
 
 def observe(bench: Bench, job: Job) -> Evidence:

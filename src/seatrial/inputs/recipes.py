@@ -1,12 +1,15 @@
 """Input recipes: the declared draw, changed in one way that production data differ from random numbers.
 
 A recipe keeps every tensor's shape, type and domain (domain.py) and touches only inputs whose role
-(roles.py) allows it. It is a function of the declared inputs and a seed.
+(roles.py) allows it. It is a function of the declared inputs and a seed. What it does to one tensor is
+in changes.py.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -14,20 +17,18 @@ import torch
 from torch import Generator, Tensor
 
 from seatrial.errors import ProblemError
+from seatrial.inputs import changes
+from seatrial.inputs.changes import Change, ChangeIds, ChangeMask, TwoValues
 from seatrial.inputs.domain import are_free_ids, is_structured, keep_domain
 from seatrial.inputs.roles import CARRIES_SIGNAL, Role, roles
 from seatrial.model import Problem, Value, Workload
 
 Inputs = Mapping[str, Value]
-Change = Callable[[Tensor, Generator], Tensor]  # fp32 or fp64 values -> new values of the same shape
-ChangeIds = Callable[[Tensor, int, Generator], Tensor]  # ids, exclusive upper bound -> new ids
+ChangeScalar = Callable[[Value], Value]
 
-ZIPF_EXPONENT = 1.1  # word frequencies of running text
-OUTLIER_EVERY, OUTLIER_FACTOR = 37, 50.0  # an odd spacing, so that tiles see different channels
-SENTINEL = 2.0**8  # bf16 carries 8 bits: beside this element the others vanish in a bf16 sum
-MOST_KINDS = 1 << 20  # different ids of a Zipf draw; a range of hash values has no use for more
-CHEAP_DRAW = 1 << 20  # elements of a workload that is drawn on the side to see which inputs may be changed
+CHEAP_DRAW = 1 << 23  # elements of a workload that is drawn on the side to see which inputs may be changed
 TELLING = 16  # elements from which the sample says whether a tensor has structure
+BEYOND_ANY_CONTEXT = 1 << 17  # exclusive bound of positions that index nothing
 
 
 @dataclass(frozen=True)
@@ -35,12 +36,14 @@ class Recipe:
     """One way to draw the inputs. `words` says what it changes, for a person.
 
     `apply(inputs, seed)` takes the declared draw by name (tensors on the CPU, left as they are) and
-    returns a new dict with the same names, shapes and types.
+    returns a new dict with the same names, shapes and types. A `risky` recipe may leave what the
+    reference defines: whoever uses it drops it where the reference refuses or gives NaN.
     """
 
     name: str
     words: str
     apply: Callable[[Inputs, int], dict[str, Value]]
+    risky: bool = False
 
 
 def recipes(problem: Problem, index_ranges: Mapping[str, int] | None = None) -> tuple[Recipe, ...]:
@@ -55,30 +58,69 @@ def recipes(problem: Problem, index_ranges: Mapping[str, int] | None = None) -> 
 
 
 def _all(plan: _Plan) -> tuple[Recipe | None, ...]:
-    signals = plan.signals
+    c, signals = changes, plan.signals
     return (
-        plan.together("hot-id", "half of the ids are one id, gradients share a component", _half_one_id, _common_sign),
-        plan.floats("scaled-up-32", "{} times 32", signals, _scaled(32.0)),
-        plan.floats("tiny", "{} times 2^-10", signals, _scaled(2.0**-10)),
-        plan.floats("nonunit-norm", "{} from a normal, with 0 and -1 among them", plan.norms, _nonunit, pinned=True),
-        plan.ids("one-id", "all ids the same", _one_id),
-        plan.floats("common-sign", "{} plus half a sigma", plan.gradients or signals, _common_sign),
-        plan.floats("heterogeneous", "second half of {} times 8", signals, _heterogeneous),
-        plan.floats("outlier-channels", "one channel in 37 of {} times 50", signals, _outlier_channels),
-        plan.floats("shifted", "each row of {} shifted by several sigma", signals, _shifted),
-        plan.floats("one-sentinel", "one element of {} at 256 sigma", signals, _one_sentinel),
-        plan.ids("zipf", "ids as frequent as words in running text", _zipf),
-        plan.scalars("larger-eps", "eps times 1000", _is_eps, 1e3),
-        plan.scalars("smaller-cap", "cap / 16", _is_cap, 1 / 16),
-        plan.floats("zero-rows", "a third of the rows of {} zero", signals, _zero_rows),
-        plan.floats("heavy-tail", "{} with heavy tails", signals, _heavy_tail),
-        plan.ids("half-one-id", "half of the ids are one id", _half_one_id),
-        plan.floats("scaled-up", "{} times 8", signals, _scaled(8.0)),
+        plan.together("hot-id", "half of the ids are one id, gradients share a component"),
+        plan.floats("scaled-up-32", "{} times 32", signals, c.scaled(32.0)),
+        plan.floats("tiny", "{} times 2^-10", signals, c.scaled(2.0**-10)),
+        plan.floats("nonunit-norm", "{} from a normal, with 0 and -1 among them", plan.norms, c.nonunit, pinned=True),
+        plan.floats(
+            "free-gradient", "{} from a normal, with 0 and -1 among them", plan.flat_gradients, c.nonunit, pinned=True
+        ),
+        plan.floats(
+            "free-weight", "{} from a normal, with 0 and -1 among them", plan.flat_weights, c.nonunit, pinned=True
+        ),
+        plan.masks("half-masked", "half of {} masked out", c.random_mask(0.5)),
+        plan.labels("one-ignored", "one of {} ignored", lambda value: c.ignored(0.0, value)),
+        plan.scalars("flipped-flags", "{} the other way round", _is_flag, lambda v: not v, risky=True),
+        plan.positions("long-positions", "{} of a long context", c.telling_positions),
+        plan.floats("sentinel-per-row", "one element of each row of {} at 256 sigma", signals, c.sentinel_per_row),
+        plan.floats("sentinel-at-end", "the end of {} far larger than the rest", signals, c.sentinel_at_end),
+        plan.floats("shifted", "each row of {} shifted by several sigma", signals, c.shifted),
+        plan.floats("uneven-rows", "rows of {} times powers of two", signals, c.uneven_rows),
+        plan.ids("one-id", "all ids the same ({})", c.one_id),
+        plan.logits("confident", "logits favour the label by 12 sigma ({})", c.CONFIDENT),
+        plan.scalars("larger-eps", "{} times 1000", _is_eps, _times(1e3)),
+        plan.scalars("smaller-cap", "{} / 16", _is_cap, _times(1 / 16)),
+        plan.scalars("larger-scalars", "{} times 3", _is_other, _times(3.0)),
+        plan.scalars("small-ints", "{} at one", _is_int, _one, risky=True),
+        plan.floats("few-rows", "every row of {} one of four, without signs", signals, c.few_rows_of_one_sign),
+        plan.floats("growing-rows", "rows of {} grow sixteenfold", signals, c.growing_rows),
+        plan.floats("zero-rows", "a third of the rows of {} zero", signals, c.zero_rows, risky=True),
+        plan.masks("few-kept", "an eighth of {} kept", c.random_mask(1 / 8)),
+        plan.masks("padded", "every row of {} padded on the right to a length of its own", c.prefix_mask),
+        plan.labels("most-ignored", "most of {} ignored", lambda value: c.ignored(0.9, value)),
+        plan.floats("common-sign", "{} plus half a sigma", plan.gradients or signals, c.common_sign),
+        plan.floats("heterogeneous", "second half of {} times 8", signals, c.heterogeneous),
+        plan.floats("outlier-channels", "one channel in 37 of {} times 50", signals, c.outlier_channels),
+        plan.floats("one-sentinel", "one element of {} at 256 sigma", signals, c.one_sentinel),
+        plan.ids("zipf", "ids as frequent as words in running text ({})", c.zipf),
+        plan.floats("heavy-tail", "{} with heavy tails", signals, c.heavy_tail),
+        plan.floats("uneven-scales", "{} times powers of two", plan.scales, c.uneven_scales, pinned=True),
+        plan.floats("to-fp8-limit", "{} up to 480, beyond an e4m3 number", plan.quantised, c.to_fp8_limit),
+        plan.floats("one-row", "{} zero but for one row", plan.upstream, c.one_row, pinned=True),
+        plan.floats("unnormalised", "rows of {} do not sum to one", plan.targets, c.unnormalised, pinned=True),
+        plan.ids("half-one-id", "half of the ids are one id ({})", c.half_one_id),
+        plan.ids("edge-ids", "only the first and the last legal id ({})", c.edge_ids),
+        plan.positions("late-positions", "{} begin somewhere else in every row", c.late_positions),
+        plan.masks("left-padded", "every row of {} padded on the left", c.suffix_mask),
+        plan.masks("one-row-masked", "one row of {} masked out", c.empty_row, risky=True),
+        plan.floats("scaled-up-2", "{} times 2", signals, c.scaled(2.0)),
+        plan.floats("scaled-up", "{} times 8", signals, c.scaled(8.0)),
+        plan.floats("scaled-down", "{} / 4", signals, c.scaled(0.25)),
         plan.floats("absolute", "{} without signs", signals, lambda values, _: values.abs()),
-        plan.floats("tied", "{} rounded to half sigmas", signals, _tied),
-        plan.ids("uniform", "ids equally likely over the legal range", _uniform_ids),
-        plan.scalars("smaller-eps", "eps / 1000", _is_eps, 1e-3),
-        plan.scalars("other-scalars", "other numbers times 0.75", _is_other, 0.75),
+        plan.floats("negative", "{} all negative", signals, lambda values, _: -values.abs()),
+        plan.floats("ascending", "rows of {} in ascending order", signals, c.ascending),
+        plan.floats("tied", "{} rounded to half sigmas", signals, c.tied),
+        plan.floats("zero-channels", "columns of {} zero", signals, c.zero_channels, risky=True),
+        plan.floats("one-per-row", "one element left in each row of {}", signals, c.one_per_row, risky=True),
+        plan.floats("all-zero", "{} all zero", signals, c.all_zero, risky=True),
+        plan.logits("mistaken", "logits against the label by 12 sigma ({})", -c.CONFIDENT),
+        plan.ids("uniform", "ids equally likely over the legal range ({})", c.uniform_ids),
+        plan.scalars("smaller-eps", "{} / 1000", _is_eps, _times(1e-3)),
+        plan.scalars("larger-cap", "{} times 3", _is_cap, _times(3.0)),
+        plan.scalars("smaller-scalars", "{} times 0.75", _is_other, _times(0.75)),
+        plan.scalars("larger-ints", "{} plus one", _is_int, lambda v: v + 1, risky=True),
     )
 
 
@@ -89,25 +131,49 @@ class _Plan:
         self.role = roles(problem, index_ranges)
         self._problem = problem
         self._ranges = index_ranges
-        sample = _cheap_sample(problem) or {}
+        self._source = _source_of(problem)
+        sample = self._sample = _cheap_sample(problem) or _declared_scalars(problem)
         self.norms = self._floats_with(Role.NORM_WEIGHT)
-        self.gradients = _without_structure(self._floats_with(Role.GRADIENT), sample)
+        self.upstream = self._floats_with(Role.GRADIENT)
+        self.gradients = _without_structure(self.upstream, sample)
+        self.flat_gradients = tuple(n for n in self.upstream if _is_flat(sample.get(n)))
+        self.flat_weights = tuple(n for n in self._floats_with(Role.WEIGHT) if _is_flat(sample.get(n)))
         self.signals = _without_structure(self._floats_with(*CARRIES_SIGNAL), sample) or _without_structure(
             self._floats_with(Role.WEIGHT), sample
         )
+        self.scales = tuple(n for n in self._floats_with(Role.SCALE) if _is_positive(sample.get(n)))
+        self.quantised = self.signals if "float8" in self._source else ()
+        self.targets = tuple(n for n in self._floats_with(*Role) if re.search("target|label|teacher|soft", n.lower()))
         fixed = {n for w in problem.workloads for n, rule in w.inputs.items() if rule.kind == "safetensors"}
         ids = (n for n, role in self.role.items() if role is Role.TOKEN_IDS and n not in fixed)
         self.token_ids = tuple(n for n in ids if self._are_free(n, sample))
+        self._masks = tuple(n for n, role in self.role.items() if role is Role.MASK and n not in fixed)
+        self._positions = tuple(
+            spec.name
+            for spec in problem.inputs
+            if self.role[spec.name] is Role.POSITION and spec.dtype.startswith("int") and spec.name not in fixed
+        )
 
     def _floats_with(self, *wanted: Role) -> tuple[str, ...]:
         return tuple(
             spec.name
             for spec in self._problem.inputs
-            if self.role[spec.name] in wanted and "float" in spec.dtype and not spec.dtype.startswith("float4")
+            if self.role[spec.name] in wanted
+            and spec.shape is not None
+            and spec.dtype.startswith(("float", "bfloat"))
+            and "float4" not in spec.dtype
+            and "e8m0" not in spec.dtype
         )
 
     def floats(
-        self, name: str, words: str, targets: tuple[str, ...], change: Change, *, pinned: bool = False
+        self,
+        name: str,
+        words: str,
+        targets: tuple[str, ...],
+        change: Change,
+        *,
+        pinned: bool = False,
+        risky: bool = False,
     ) -> Recipe | None:
         """A recipe that changes float tensors; `pinned` ones are constant in the declared draw and meant to vary."""
         if not targets:
@@ -116,18 +182,18 @@ class _Plan:
         def apply(inputs: Inputs, seed: int) -> dict[str, Value]:
             return _change_floats(inputs, targets, change, Generator().manual_seed(seed), pinned=pinned)
 
-        return Recipe(name, words.format(", ".join(targets)), apply)
+        return Recipe(name, words.format(", ".join(targets)), apply, risky)
 
     def ids(self, name: str, words: str, change: ChangeIds) -> Recipe | None:
         if not self.token_ids:
             return None
 
         def apply(inputs: Inputs, seed: int) -> dict[str, Value]:
-            return self._change_ids(inputs, change, Generator().manual_seed(seed))
+            return self._change_ids(inputs, self.token_ids, change, Generator().manual_seed(seed))
 
-        return Recipe(name, f"{words} ({', '.join(self.token_ids)})", apply)
+        return Recipe(name, words.format(", ".join(self.token_ids)), apply)
 
-    def together(self, name: str, words: str, change_ids: ChangeIds, change: Change) -> Recipe | None:
+    def together(self, name: str, words: str) -> Recipe | None:
         """Ids and gradients at once: many like-signed terms on one row."""
         targets = self.gradients or self.signals
         if not self.token_ids or not targets:
@@ -135,23 +201,106 @@ class _Plan:
 
         def apply(inputs: Inputs, seed: int) -> dict[str, Value]:
             generator = Generator().manual_seed(seed)
-            return _change_floats(self._change_ids(inputs, change_ids, generator), targets, change, generator)
+            hot = self._change_ids(inputs, self.token_ids, changes.half_one_id, generator)
+            return _change_floats(hot, targets, changes.common_sign, generator)
 
         return Recipe(name, words, apply)
 
-    def scalars(self, name: str, words: str, chosen: Callable[[str], bool], factor: float) -> Recipe | None:
-        targets = [n for n, role in self.role.items() if role is Role.SCALAR and chosen(n)]
+    def labels(self, name: str, words: str, change: Callable[[int], ChangeIds]) -> Recipe | None:
+        """Some ids become the one that the reference ignores, where it names such an id."""
+        value = _ignored_id(self._source)
+        named = [n for n, role in self.role.items() if role is Role.SCALAR and "ignore" in n.lower()]
+        if not self.token_ids or (value is None and not named):
+            return None
+
+        def apply(inputs: Inputs, seed: int) -> dict[str, Value]:
+            given = inputs[named[0]] if named else value
+            ignored = int(given) if isinstance(given, int | float) else -100
+            return self._change_ids(inputs, self.token_ids, change(ignored), Generator().manual_seed(seed))
+
+        return Recipe(name, words.format(", ".join(self.token_ids)), apply)
+
+    def masks(self, name: str, words: str, change: ChangeMask, *, risky: bool = False) -> Recipe | None:
+        targets = tuple(n for n in self._masks if _two_values(self._sample.get(n)) is not None)
         if not targets:
             return None
 
         def apply(inputs: Inputs, seed: int) -> dict[str, Value]:
-            return {n: v * factor if n in targets and isinstance(v, float) else v for n, v in inputs.items()}
+            generator, changed = Generator().manual_seed(seed), dict(inputs)
+            for target in targets:
+                mask = inputs[target]
+                values = _two_values(mask)
+                if isinstance(mask, Tensor) and values is not None:
+                    changed[target] = change(mask, values, generator).contiguous()
+            return changed
 
-        return Recipe(name, f"{words} ({', '.join(targets)})", apply)
+        return Recipe(name, words.format(", ".join(targets)), apply, risky)
 
-    def _change_ids(self, inputs: Inputs, change: ChangeIds, generator: Generator) -> dict[str, Value]:
+    def positions(self, name: str, words: str, change: ChangeIds) -> Recipe | None:
+        """Other positions; how far they may go is what the reference's own tables allow, if it has any."""
+        if not self._positions:
+            return None
+
+        def apply(inputs: Inputs, seed: int) -> dict[str, Value]:
+            generator, changed = Generator().manual_seed(seed), dict(inputs)
+            for target in self._positions:
+                old = inputs[target]
+                if isinstance(old, Tensor) and old.numel():
+                    bound = self._bound(target, old, inputs) if target in self._ranges else BEYOND_ANY_CONTEXT
+                    changed[target] = change(old.long(), bound, generator).to(old.dtype).contiguous()
+            return changed
+
+        return Recipe(name, words.format(", ".join(self._positions)), apply, risky=True)
+
+    def logits(self, name: str, words: str, sigmas: float) -> Recipe | None:
+        """Scores that speak for (or against) the label of their row, where a float input has a place for each label."""
+        pairs = [(i, x) for i in self.token_ids for x in self.signals if self._is_score_of(i, x)]
+        if not pairs:
+            return None
+
+        def apply(inputs: Inputs, seed: int) -> dict[str, Value]:
+            changed = dict(inputs)
+            for label, score in pairs:
+                ids, scores = inputs[label], changed[score]
+                if isinstance(ids, Tensor) and isinstance(scores, Tensor) and ids.numel():
+                    wide = scores.float()
+                    places = ids.long().clamp(0, wide.shape[-1] - 1).unsqueeze(-1)
+                    pull = torch.full(places.shape, sigmas * float(changes.sigma_of(wide)))
+                    changed[score] = keep_domain(wide.scatter_add(-1, places, pull), scores)
+            return changed
+
+        return Recipe(name, words.format(", ".join(x for _, x in pairs)), apply)
+
+    def _is_score_of(self, label: str, score: str) -> bool:
+        ids, scores = self._sample.get(label), self._sample.get(score)
+        return (
+            isinstance(ids, Tensor) and isinstance(scores, Tensor) and scores.shape[:-1] == ids.shape and ids.dim() > 0
+        )
+
+    def scalars(
+        self, name: str, words: str, chosen: Callable[[str, Value], bool], change: ChangeScalar, *, risky: bool = False
+    ) -> Recipe | None:
+        """Scalars, be they Python numbers or tensors of one element, at another value than the declared one."""
+        targets = tuple(
+            n
+            for n, value in self._sample.items()
+            if (not isinstance(value, Tensor) or (value.numel() == 1 and value.dim() <= 1))
+            and self.role[n] not in (Role.TOKEN_IDS, Role.INDICES, Role.MASK)
+            and chosen(n, value)
+        )
+        if not targets:
+            return None
+
+        def apply(inputs: Inputs, seed: int) -> dict[str, Value]:
+            return {n: _changed_scalar(v, change) if n in targets else v for n, v in inputs.items()}
+
+        return Recipe(name, words.format(", ".join(targets)), apply, risky)
+
+    def _change_ids(
+        self, inputs: Inputs, targets: tuple[str, ...], change: ChangeIds, generator: Generator
+    ) -> dict[str, Value]:
         changed = dict(inputs)
-        for name in self.token_ids:
+        for name in targets:
             declared = inputs[name]
             if not isinstance(declared, Tensor) or declared.numel() == 0:
                 continue
@@ -215,6 +364,56 @@ def _without_structure(names: tuple[str, ...], sample: Inputs) -> tuple[str, ...
     return tuple(name for name in names if not shows_structure(sample.get(name)))
 
 
+def _is_flat(value: Value | None) -> bool:
+    """One value everywhere, zeros included: drawn so for want of a better idea, not because it has to be."""
+    return isinstance(value, Tensor) and value.numel() > 1 and bool((value == value.reshape(-1)[0]).all())
+
+
+def _is_positive(value: Value | None) -> bool:
+    return isinstance(value, Tensor) and value.numel() > 1 and bool((value.float() > 0).all())
+
+
+def _two_values(mask: Value | None) -> TwoValues | None:
+    """The values of a mask that may be drawn anew: one value only, or two without a pattern; None of any other."""
+    if not isinstance(mask, Tensor) or mask.numel() < 2:
+        return None
+    low, high = float(mask.float().min()), float(mask.float().max())
+    if low == high:
+        return _values_of_a_flat_mask(low, mask)
+    flat = mask.float()
+    rows = (flat == high).float().reshape(-1, flat.shape[-1])
+    steps = rows.diff(dim=-1) if rows.shape[1] > 1 else rows.T.diff(dim=-1)
+    has_pattern = bool((steps >= 0).all() or (steps <= 0).all())
+    if has_pattern or not bool(((flat == low) | (flat == high)).all()):
+        return None  # causal, padded or a bias: what it may be is not known
+    additive = mask.is_floating_point() and low < 0
+    return TwoValues(high, low) if additive or float((flat == high).float().mean()) >= 0.5 else TwoValues(low, high)
+
+
+def _values_of_a_flat_mask(value: float, mask: Tensor) -> TwoValues | None:
+    if value == 0.0:
+        return TwoValues(0.0, changes.EXCLUDED) if mask.is_floating_point() else TwoValues(0.0, 1.0)
+    return TwoValues(1.0, 0.0) if value == 1.0 else None
+
+
+def _source_of(problem: Problem) -> str:
+    if problem.reference_source:
+        return problem.reference_source
+    try:
+        return inspect.getsource(problem.reference)
+    except (OSError, TypeError):
+        return ""  # a callable without a source file: nothing is known of its words
+
+
+_IGNORES = re.compile(r"ignore_index\s*(?::\s*int\s*)?=\s*(-?\d+)|[!=]=\s*(-\d+)|IGNORE\w*\s*=\s*(-?\d+)")
+
+
+def _ignored_id(source: str) -> int | None:
+    """The id that the reference says it ignores: an `ignore_index`, or a negative number that it compares with."""
+    found = _IGNORES.search(source)
+    return int(next(group for group in found.groups() if group)) if found else None
+
+
 def _cheap_sample(problem: Problem) -> dict[str, Value] | None:
     """The declared draw of the smallest workload, when it is small enough to draw on the side."""
     smallest = min(problem.workloads, key=lambda w: _elements(problem, w), default=None)
@@ -226,6 +425,11 @@ def _cheap_sample(problem: Problem) -> dict[str, Value] | None:
         return None  # it cannot be drawn here; whoever audits it will say so
 
 
+def _declared_scalars(problem: Problem) -> dict[str, Value]:
+    rules = problem.workloads[0].inputs if problem.workloads else {}
+    return {name: rule.value for name, rule in rules.items() if rule.value is not None}
+
+
 def _elements(problem: Problem, workload: Workload) -> int:
     sizes = problem.sizes(workload.axes)
     lengths = ([int(axis) if axis.isdigit() else sizes[axis] for axis in spec.shape or ()] for spec in problem.inputs)
@@ -233,122 +437,43 @@ def _elements(problem: Problem, workload: Workload) -> int:
 
 
 # ---------------------------------------------------------------------------------------------------
-# Changes of float values. Each takes fp32 or fp64 values of any shape.
+# Scalars by name and by type
 
 
-def _sigma(values: Tensor) -> Tensor:
-    finite = values[values.isfinite()]
-    return finite.square().mean().sqrt() if finite.numel() else torch.zeros((), dtype=values.dtype)
+def _is_eps(name: str, value: Value) -> bool:
+    return _is_real(value) and "eps" in name.lower()
 
 
-def _randn(values: Tensor, generator: Generator) -> Tensor:
-    return torch.randn(values.shape, generator=generator, dtype=values.dtype)
+def _is_cap(name: str, value: Value) -> bool:
+    return _is_real(value) and "cap" in name.lower().replace("capacity", "")
 
 
-def _scaled(factor: float) -> Change:
-    return lambda values, _: values * factor
+def _is_other(name: str, value: Value) -> bool:
+    return _is_real(value) and not _is_eps(name, value) and not _is_cap(name, value)
 
 
-def _common_sign(values: Tensor, generator: Generator) -> Tensor:
-    return values + 0.5 * _sigma(values)
+def _is_flag(name: str, value: Value) -> bool:
+    return isinstance(value, bool)
 
 
-def _nonunit(values: Tensor, generator: Generator) -> Tensor:
-    fresh = _randn(values, generator).reshape(-1)
-    places = torch.randperm(fresh.numel(), generator=generator)
-    fresh[places[:1]] = 0.0
-    fresh[places[1:2]] = -1.0
-    return fresh.reshape(values.shape)
+def _is_int(name: str, value: Value) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0 and "ignore" not in name.lower()
 
 
-def _heterogeneous(values: Tensor, generator: Generator) -> Tensor:
-    rows = _rows(values).clone()
-    rows[rows.shape[0] // 2 :] *= 8.0
-    return rows.reshape(values.shape)
+def _is_real(value: Value) -> bool:
+    return isinstance(value, float) or (isinstance(value, Tensor) and value.is_floating_point())
 
 
-def _outlier_channels(values: Tensor, generator: Generator) -> Tensor:
-    channels = values.shape[-1] if values.dim() else 1
-    start = int(torch.randint(0, min(OUTLIER_EVERY, channels), (), generator=generator))
-    factor = torch.ones(channels, dtype=values.dtype)
-    factor[start::OUTLIER_EVERY] = OUTLIER_FACTOR
-    return values * (factor if values.dim() else factor[0])
+def _times(factor: float) -> ChangeScalar:
+    return lambda value: value * factor
 
 
-def _shifted(values: Tensor, generator: Generator) -> Tensor:
-    rows = values.reshape(-1, values.shape[-1]) if values.dim() else values.reshape(1, 1)
-    size = 4.0 + 4.0 * torch.rand((rows.shape[0], 1), generator=generator, dtype=values.dtype)
-    sign = torch.randint(0, 2, (rows.shape[0], 1), generator=generator).to(values.dtype) * 2 - 1
-    return (rows + size * sign * _sigma(values)).reshape(values.shape)
+def _one(value: Value) -> Value:
+    return 1
 
 
-def _one_sentinel(values: Tensor, generator: Generator) -> Tensor:
-    flat = values.reshape(-1).clone()
-    flat[int(torch.randint(0, flat.numel(), (), generator=generator))] = SENTINEL * _sigma(values)
-    return flat.reshape(values.shape)
-
-
-def _zero_rows(values: Tensor, generator: Generator) -> Tensor:
-    rows = _rows(values).clone()
-    count = max(1, rows.shape[0] // 3)
-    rows[torch.randperm(rows.shape[0], generator=generator)[:count]] = 0.0
-    return rows.reshape(values.shape)
-
-
-def _heavy_tail(values: Tensor, generator: Generator) -> Tensor:
-    """Each value over the root of an exponential variate: a normal becomes Student's t with 2 degrees of freedom."""
-    mixing = torch.empty(values.shape, dtype=values.dtype).exponential_(generator=generator)
-    return values / mixing.clamp(min=2.0**-12).sqrt()
-
-
-def _tied(values: Tensor, generator: Generator) -> Tensor:
-    step = (0.5 * _sigma(values)).clamp(min=torch.finfo(values.dtype).tiny)
-    return (values / step).round() * step
-
-
-def _rows(values: Tensor) -> Tensor:
-    """Rows along the last axis; of a vector, each element is a row."""
-    return values.reshape(-1, values.shape[-1]) if values.dim() >= 2 else values.reshape(-1, 1)
-
-
-# ---------------------------------------------------------------------------------------------------
-# Changes of ids
-
-
-def _uniform_ids(ids: Tensor, bound: int, generator: Generator) -> Tensor:
-    return torch.randint(0, bound, ids.shape, generator=generator)
-
-
-def _one_id(ids: Tensor, bound: int, generator: Generator) -> Tensor:
-    return torch.randint(0, bound, (), generator=generator).expand(ids.shape).clone()
-
-
-def _half_one_id(ids: Tensor, bound: int, generator: Generator) -> Tensor:
-    hot = torch.rand(ids.shape, generator=generator) < 0.5
-    return torch.where(hot, _one_id(ids, bound, generator), ids)
-
-
-def _zipf(ids: Tensor, bound: int, generator: Generator) -> Tensor:
-    kinds = min(bound, MOST_KINDS)
-    share = torch.arange(1, kinds + 1, dtype=torch.float64).pow(-ZIPF_EXPONENT).cumsum(0)
-    drawn = torch.rand(ids.shape, generator=generator, dtype=torch.float64) * share[-1]
-    ranks = torch.searchsorted(share, drawn).clamp(max=kinds - 1)
-    if kinds < bound:
-        return torch.randint(0, bound, (kinds,), generator=generator)[ranks]
-    return torch.randperm(bound, generator=generator)[ranks]
-
-
-# ---------------------------------------------------------------------------------------------------
-# Scalars by name
-
-
-def _is_eps(name: str) -> bool:
-    return "eps" in name.lower()
-
-
-def _is_cap(name: str) -> bool:
-    return "cap" in name.lower().replace("capacity", "")
-
-
-def _is_other(name: str) -> bool:
-    return not _is_eps(name) and not _is_cap(name)
+def _changed_scalar(value: Value, change: ChangeScalar) -> Value:
+    changed = change(value)
+    return (
+        changed.to(value.dtype).contiguous() if isinstance(value, Tensor) and isinstance(changed, Tensor) else changed
+    )

@@ -49,7 +49,7 @@ _TOKEN_WORDS = r"ids?|tokens?|labels?|targets?|inputs?_ids|idx|index|indices|cat
 _ADDRESS_WORDS = (
     r"indptr|cu_?seq_?lens?|offsets?|seq_?lens?|lengths?|lens?|starts?|ends?|perm(utation)?|order|sorted|top_?k|"
     r"page|pages|block_tables?|slots?|slot_mapping|experts?|routing|segments?|batch_idx|counts?|splits?|strides?|"
-    r"positions?|pos|parents?|tree|rank|num"
+    r"parents?|tree|rank|num"
 )
 
 
@@ -77,11 +77,10 @@ def _role(spec: TensorSpec, *, traced_index: bool, normalises: bool) -> Role:
 def _integer_role(spec: TensorSpec, *, traced_index: bool) -> Role:
     if _has_word(spec.name, r"mask"):
         return Role.MASK
-    if not traced_index:
-        if spec.dtype == "int8" and _has_word(spec.name, r"weights?|w|q?weights?|quantized"):
-            return Role.WEIGHT
-        if _has_word(spec.name, r"positions?|pos"):
-            return Role.POSITION
+    if not traced_index and spec.dtype == "int8" and _has_word(spec.name, r"weights?|w|q?weights?|quantized"):
+        return Role.WEIGHT
+    if _has_word(spec.name, r"positions?|pos"):
+        return Role.POSITION
     if _has_word(spec.name, _ADDRESS_WORDS):
         return Role.INDICES
     if traced_index or _has_word(spec.name, _TOKEN_WORDS):

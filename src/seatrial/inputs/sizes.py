@@ -140,6 +140,7 @@ def _ladder(listed: list[int], rng: random.Random) -> Iterator[int]:
     for length in (
         next(n for n in counting(smallest + 1) if n not in listed),
         1,
+        4 * largest + 3,
         largest + 1,
         primes[-1],
         *rng.sample(between, min(1, len(between))),
