@@ -127,7 +127,7 @@ def test_run_it_again_says_what_was_run() -> None:
 def test_a_kernel_for_cuda_on_the_cpu_says_why_and_how_to_run_it(tmp_path: Path) -> None:
     out = tmp_path / "report.json"
     kernel = tmp_path / "kernel.py"
-    kernel.write_text("import triton\n\n\ndef run(x, weight):\n    return x\n")
+    kernel.write_text("import triton\n\n\ndef run(x, weight, eps):\n    return x\n")
     done = seatrial("check", RMSNORM, kernel, "--device", "cpu", "--policy", "quick", "--seed", "5", "--json", out)
     assert done.returncode == 3, done.stderr
     report = Report.from_json(out.read_text())

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from seatrial.devices.base import Device
     from seatrial.workers.process import ForkServer
 
+CONTROL = "the reference, as a control"
 Progress = Callable[[str, str, float], None]  # (candidate, what is being done, share done of this candidate)
 
 
@@ -83,7 +84,7 @@ def verify(problem: Problem, candidates: Sequence[Candidate], options: Options) 
     checks = selected(options.only, options.skip)
     study = Study(problem, options.policy, options.device, options.seed)
     with ForkServer() as server:
-        control = _run_control(study, server, checks)
+        control = _run_control(study, server, checks, options.progress)
         return [_verify_one(study, server, c, checks, control, options) for c in candidates]
 
 
@@ -189,7 +190,7 @@ def _row(check: Check, conclusion: Conclusion, calls: int, seconds: float) -> Ch
 # -- the control and the benchmark's own rule ---------------------------------------------------------
 
 
-def _run_control(study: Study, server: ForkServer, checks: Sequence[Check]) -> dict[str, str]:
+def _run_control(study: Study, server: ForkServer, checks: Sequence[Check], progress: Progress) -> dict[str, str]:
     """Checks that the reference itself fails, with the reason: they cannot speak about a candidate."""
     clock = Clock(study.policy.budget_s)
     bench = Bench(study, study.reference_as_candidate(), server, clock)
@@ -197,12 +198,14 @@ def _run_control(study: Study, server: ForkServer, checks: Sequence[Check]) -> d
     try:
         if bench.load().ran is not Ran.RETURNED:
             return {}  # the reference runs in the parent only (a device literal, say); the oracle still stands
-        for check in checks:
+        for i, check in enumerate(checks):
+            progress(CONTROL, check.NAME, i / len(checks))
             if check.NAME == "training-divergence":
                 continue  # the trial has honest controls of its own
             for finding in _run_check(study, bench, check).findings:
                 if finding.outcome is Outcome.FAILED:
                     failures.setdefault(check.NAME, finding.reason)
+        progress(CONTROL, checks[-1].NAME, 1.0)
     finally:
         bench.close()
     return failures
