@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 if TYPE_CHECKING:
     from rich.console import Console
 
-Sink = Callable[[str, str, float], None]  # (candidate, "check  what of it", share done of this candidate)
+Sink = Callable[[str, str, float], None]  # (candidate, "check  what part of it, n of m", share done of this candidate)
 
 EVERY_S = 15.0
 
@@ -41,12 +41,13 @@ class Lines:
 
     def __call__(self, candidate: str, words: str, share: float) -> None:
         """Take note; print only what is due."""
-        at = (candidate, words.split("  ")[0])
+        check, _, part = words.partition("  ")
+        at = (candidate, check)
         now = self._clock()
         if at != self._at:
-            self._print(f"{candidate}: {at[1]}")
+            self._print(f"{candidate}: {check}")
         elif now - self._said >= EVERY_S:
-            self._print(f"{candidate}: {at[1]}, {100 * share:.0f} % of all checks done")
+            self._print(f"{candidate}: {check}, {part or f'{100 * share:.0f} % of all checks done'}")
         else:
             return
         self._at, self._said = at, now

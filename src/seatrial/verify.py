@@ -164,7 +164,8 @@ def _run_check(study: Study, bench: Bench, check: Check) -> Conclusion:
             return Conclusion([Finding(check=check.NAME, outcome=Outcome.NOT_APPLICABLE, reason=jobs.reason)])
         evidence = []
         for n, job in enumerate(jobs):
-            bench.progress(job.words, n / max(1, len(jobs)))
+            counted = f"{job.words}, {n + 1} of {len(jobs)}" if len(jobs) > 1 else job.words
+            bench.progress(counted, n / max(1, len(jobs)))
             evidence.append(check.observe(bench, job))
         return check.judge(study, evidence)
     except InfrastructureError as error:
