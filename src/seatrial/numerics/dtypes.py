@@ -39,7 +39,10 @@ FORMATS: dict[torch.dtype, FloatFormat] = {
     torch.float8_e5m2: FloatFormat(3, -14, 57344.0),
     torch.float8_e4m3fnuz: FloatFormat(4, -7, 240.0, has_infinity=False),
     torch.float8_e5m2fnuz: FloatFormat(3, -15, 57344.0, has_infinity=False),
+    torch.float8_e8m0fnu: FloatFormat(1, -127, 2.0**127, has_infinity=False),
 }
+E8M0 = torch.float8_e8m0fnu  # block scales: powers of two, no sign, no zero
+FP4 = torch.float4_e2m1fn_x2  # two values in a byte: a container, decoded where it is used (numerics/scaled.py)
 FP8 = frozenset(d for d in FORMATS if d.itemsize == 1)
 HALF = frozenset({torch.float16, torch.bfloat16})
 NARROW = frozenset({torch.float32}) | HALF | FP8  # what the oracle replaces by float64
@@ -77,6 +80,8 @@ def round_to(values: Tensor, dtype: torch.dtype) -> Tensor:
     """Each float64 value rounded to nearest-even in `dtype`, as float64; overflow as the format has it (inf or NaN)."""
     if dtype == torch.float64:
         return values.clone()
+    if dtype == E8M0:  # ties go to the even exponent, which the mantissa rounding below does not see
+        return to_float64(values.to(torch.float32).to(E8M0))
     form = FORMATS[dtype]
     spacing = half_ulp(values, dtype).mul_(2.0)
     rounded = torch.where(torch.isfinite(values), torch.round(values / spacing).mul_(spacing), values)
