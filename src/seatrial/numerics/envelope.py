@@ -99,7 +99,7 @@ class Envelope:
         if len(stored) != len(names):
             raise ValueError(f"{len(stored)} dtypes for {len(names)} outputs")
         unusable = cls(names, contract, result, stored, (None,) * len(names), (), (0.0,) * len(names))
-        if not result.faithful:
+        if not result.faithful and not result.weaker:
             return _because(unusable, result.why)
         tiny = any(value.numel() < ENOUGH and _is_real_or_complex(value) for value in result.values)
         wide = _is_wide(inputs, stored)
@@ -107,6 +107,9 @@ class Envelope:
         runs: list[tuple[Tensor, ...]] = []
         try:
             for number in range(max(samples, _FEW) if tiny else samples):
+                if result.weaker:
+                    runs.append(oracle.weaker_sample(inputs, seed + number, moved=number > 0))
+                    continue
                 runs.append(oracle.sample(inputs, contract, seed + number, base.tape, wide=wide, nearest=number == 0))
         except Exception as error:  # noqa: BLE001 - foreign code under noise; without samples nothing is judged
             return _because(

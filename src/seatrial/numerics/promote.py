@@ -257,7 +257,10 @@ class _Bits:
 class Promotion(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Replace narrow floats by float64 in everything that is dispatched while active."""
 
-    def __init__(self, perturbation: Perturbation | None = None, tape: Tape | None = None) -> None:
+    def __init__(
+        self, perturbation: Perturbation | None = None, tape: Tape | None = None, *, redraw: bool = False
+    ) -> None:
+        """With `redraw`, every random op draws other numbers than it would: what depends on them then shows."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.ledger = Ledger()
         self.events = Events()
@@ -265,6 +268,7 @@ class Promotion(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.on_tape = tape is not None
         self._perturbation = perturbation
         self._tape = tape
+        self._redraw = redraw
         self._position = 0
         self._bits: dict[int, list[_Bits]] = {}  # by either storage
         self._promoted: dict[
@@ -329,6 +333,10 @@ class Promotion(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func._schema.name.removeprefix("aten::")
         if func.namespace not in _KNOWN_LIBRARIES:
             self.events.outside.append(f"the reference calls {func._schema.name}, an op that is not torch's own")
+        if torch.autograd.forward_ad._current_level >= 0 and not self.events.outside:
+            self.events.outside.append("the reference differentiates in forward mode")
+        if name in DRAWS and self._redraw:
+            return self._draw_others(name, func, args, kwargs)
         if name in DRAWS:
             return self._draw(name, func, args, kwargs)
         if name == "view" and func._overloadname == "dtype":
@@ -453,7 +461,10 @@ class Promotion(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return target
         fact.moved = fact.moved or moved
         if call.name == "fill_":
-            target.copy_(self._perturbation.constant(target, fact.declared))
+            stored = self._perturbation.constant(target, fact.declared)
+            if stored is not target:
+                target.copy_(stored)
+                fact.moved = True
             return target
         if call.exact:
             source = call.args[-1] if call.name == "copy_" and len(call.args) == 2 else None
@@ -581,6 +592,12 @@ class Promotion(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return args[0]
         drawn = func(*tree_map(self._native_leaf, args), **tree_map(self._native_leaf, kwargs))
         return tree_map(self._wide_result, drawn)
+
+    def _draw_others(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        plain = {key: None if key == "generator" else value for key, value in kwargs.items()}
+        with torch.random.fork_rng():
+            torch.manual_seed(1_000_003 + self.events.draws)
+            return self._draw(name, func, args, plain)
 
     def _dropout(self, func: Any, x: Tensor, p: float, train: bool | None = True) -> tuple[Tensor, Tensor]:  # noqa: FBT001, FBT002 - aten's own signature
         """The mask is drawn as it would be natively; what it keeps is scaled in float64."""
