@@ -38,7 +38,7 @@ BIAS_OF_COMPUTING = 2.0  # plus this many roundings of the compute dtype, where 
 BIAS_CERTAINTY = 6.0  # standard errors
 ENOUGH = 64  # elements from which means and rms are meaningful
 ILL_SIGMA = 2.0**-5  # an element with sigma above this share of its size is ill-conditioned
-ILL_SHARE = 0.01  # of the elements
+TOO_FEW = 0.5  # of the elements: where no more than these can be judged, the output is not
 ALL_ILL = 0.99  # of the elements: mathematically zero, only its absolute scale is known
 _SLACK = 1 + 2.0**-10  # for the oracle's own rounding at ties
 _PRIOR = 8.0  # weight of the pooled variance, in samples
@@ -74,6 +74,7 @@ class OutputReport:
     slope          <out, oracle> / <RN(oracle), oracle>; None when it is not defined
     slope_allowed  how far from 1 an honest kernel's slope may be
     groups         worst bias per kind of group, in units of w
+    unjudged       elements that nothing is said about: ill-conditioned, or the reference leaves its range there
     """
 
     name: str
@@ -88,6 +89,7 @@ class OutputReport:
     slope: float | None = None
     slope_allowed: float | None = None
     groups: Mapping[str, float] = field(default_factory=dict)
+    unjudged: int = 0
     why: str = ""
 
     @property
@@ -160,7 +162,8 @@ class Yardstick:
         self._class = _class_of(self.rounded)
         self._all_finite = bool((self._class == 0).all())
         self._unsure = self._where_class_is_open()
-        self._excused = excused
+        self._out_of_range = excused
+        self._excused = self._without_ill(excused)
         self._native: Tensor | None = None
         self._bits = FORMATS[torch.float64 if wide else torch.float32].bits
 
@@ -174,16 +177,31 @@ class Yardstick:
         self._native = native
         lost = (_class_of(native) != 0) & (self._class == 0)
         zeroed = (native == 0) & (self.y.abs() > self.half + TAIL * self.sigma + self._floor)
-        self._excused = lost | zeroed
-        return float(self._excused.double().mean()) if native.numel() else 0.0
+        self._out_of_range = lost | zeroed
+        self._excused = self._without_ill(self._out_of_range)
+        return float(self._out_of_range.double().mean()) if native.numel() else 0.0
+
+    def _without_ill(self, excused: Tensor | None) -> Tensor | None:
+        """The excused elements and the ill-conditioned ones; what is mathematically zero keeps its absolute scale."""
+        if self.ill_share == 0.0 or self.is_nought:
+            return excused
+        return self._ill if excused is None else self._ill | excused
+
+    @cached_property
+    def _ill(self) -> Tensor:
+        """Where the honest error is not small against an element's size."""
+        size = self.y.abs().nan_to_num_(posinf=0.0)
+        return self.sigma > ILL_SIGMA * (size + size.square().mean().sqrt())
 
     @cached_property
     def ill_share(self) -> float:
-        """Share of elements whose honest error is not small against their size."""
-        if self._is_empty:
-            return 0.0
-        size = self.y.abs().nan_to_num_(posinf=0.0)
-        return float((self.sigma > ILL_SIGMA * (size + size.square().mean().sqrt())).double().mean())
+        """Share of ill-conditioned elements."""
+        return 0.0 if self._is_empty else float(self._ill.double().mean())
+
+    @property
+    def unjudged(self) -> int:
+        """Elements left out, as ill-conditioned or because the reference leaves its range there."""
+        return 0 if self._excused is None else int(self._excused.sum())
 
     @cached_property
     def is_nought(self) -> bool:
@@ -294,8 +312,8 @@ class Yardstick:
         if self._all_finite and _surely_finite(out):
             return TestResult("nonfinite", 0, 0, False)
         wrong = (_class_of(out) != self._class) & ~self._unsure
-        if self._excused is not None:
-            wrong = wrong & ~self._excused
+        if self._out_of_range is not None:
+            wrong = wrong & ~self._out_of_range
         count = int(wrong.sum())
         index = _unravel(int(wrong.flatten().to(torch.uint8).argmax()), self.y) if count else None
         return TestResult(

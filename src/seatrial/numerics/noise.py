@@ -196,10 +196,17 @@ class Noise:
             return result.abs() * self._roundoff(call)
         u = self._roundoff(call)
         s2 = result * result
+        self._note_condition(call.name, (squares * terms).nan_to_num(posinf=0.0).sum(), s2.nan_to_num(posinf=0.0).sum())
         deviation = (s2 * (terms / 3 + 1) + squares * (terms / 6 + 1)).sqrt_().mul_(u)
         if call.name in _MATMULS and self._on_tensor_cores(call):
             deviation.add_(squares.sqrt(), alpha=u * _matmul_length(call) / 32)
         return deviation.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
+    def _note_condition(self, name: str, sizes: Tensor, sums: Tensor) -> None:
+        """Keep the worst sum|terms| / |sum terms|; n times the sum of squares bounds the square of sum|terms|."""
+        if float(sums) > 0:
+            condition = math.sqrt(float(sizes) / float(sums))
+            self._tape.conditions[name] = max(condition, self._tape.conditions.get(name, 0.0))
 
     def _operands(self, call: OpCall) -> tuple[Tensor, Tensor]:
         first = _first_operand(call)

@@ -222,13 +222,15 @@ class Tape:
     """Kept between the runs of one envelope: expensive results that do not depend on the noise.
 
     A later run may use a result or scale only while it has made the very same calls (`path`) so far.
-    `admitted` holds the float64 inputs, until a run writes into them.
+    `admitted` holds the float64 inputs, until a run writes into them; `conditions` is the worst
+    sum|terms| / |sum terms| of each kind of reduction.
     """
 
     path: list[int] = field(default_factory=list)
     results: dict[int, Tensor] = field(default_factory=dict)
     scales: dict[int, Tensor] = field(default_factory=dict)
     admitted: dict[tuple[int, torch.dtype], tuple[Any, Tensor]] = field(default_factory=dict)
+    conditions: dict[str, float] = field(default_factory=dict)
     recorded: bool = False
 
 
