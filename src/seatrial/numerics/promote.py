@@ -938,8 +938,11 @@ def _plain_attention(
     if enable_gqa:
         key = key.repeat_interleave(query.size(-3) // key.size(-3), -3)
         value = value.repeat_interleave(query.size(-3) // value.size(-3), -3)
-    scores = query @ key.transpose(-2, -1) if declared == inner else query.to(inner) @ key.to(inner).transpose(-2, -1)
-    scores = scores * (1 / math.sqrt(query.size(-1)) if scale is None else scale)
+    # Both operands carry a root of the scale, as in torch's own plain attention: a contract that lets operands
+    # be rounded then covers kernels that hand the tensor cores a scaled query, a scaled key or both.
+    scale = 1 / math.sqrt(query.size(-1)) if scale is None else scale
+    root = math.sqrt(abs(scale))
+    scores = (query.to(inner) * math.copysign(root, scale)) @ (key.to(inner) * root).transpose(-2, -1)
     if is_causal:
         allowed = torch.ones(query.size(-2), key.size(-2), dtype=torch.bool, device=query.device).tril()
         scores = scores.masked_fill(~allowed, -torch.inf)
