@@ -242,15 +242,18 @@ def test_subnormals_may_be_flushed_but_small_normals_may_not() -> None:
     assert only(built(lambda x: x * 1.5, [x]).judge([torch.zeros_like(x)])).passed is False
 
 
-def test_an_unfaithful_oracle_judges_nothing() -> None:
+def test_where_float64_cannot_follow_a_weaker_oracle_judges_roughly_and_says_so() -> None:
     def reference(x: Tensor) -> Tensor:
         if x.untyped_storage().nbytes() != x.numel() * 2:
             raise RuntimeError("only bfloat16 storage")
         return x * 2
 
     x = drawn(8, 8)
-    report = only(built(reference, [x]).judge([x * 2]))
-    assert report.passed is None and "only bfloat16 storage" in report.why
+    envelope = built(reference, [x])
+    assert envelope.oracle.weaker and "only bfloat16 storage" in envelope.oracle.kind
+    assert only(envelope.judge([x * 2])).passed is True
+    assert only(envelope.judge([(x.float() * 2.2).to(BF16)])).passed is False
+    assert grade(Oracle(reference, ["y"]), [x], [x * 2]) == "IO"
 
 
 # ---------------------------------------------------------------------------------------------------

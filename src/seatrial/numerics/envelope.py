@@ -298,7 +298,7 @@ def grade_outputs(
 ) -> Graded:  # fmt: skip
     """Grade every output: TC first, then F32 for what passed and IO for what did not.
 
-    IO cannot see a *short* narrow accumulation; whoever accepts IO must also know that the accumulator
+    A weaker oracle (`OracleResult.weaker`) vouches for IO at best. IO cannot see a *short* narrow accumulation; whoever accepts IO must also know that the accumulator
     has at least 23 bits (probes), or use long reductions.
     """
     base = _base(oracle, inputs)
@@ -318,6 +318,8 @@ def grade_outputs(
             if grades[i] == "IO":
                 grades[i] = "IO" if report.passed else "REJECT"
                 reports[i] = report if report.passed else reports[i]
+    if base.result.weaker:  # its floor is that of the storage type, whatever the contract
+        grades = ["IO" if g in ("F32", "TC") else g for g in grades]
     return Graded(tuple(oracle.names), tuple(grades), tuple(reports))
 
 

@@ -78,7 +78,7 @@ class Oracle:
     opaque      why float64 cannot follow what the reference does (it launches kernels of its own, say); empty
                 otherwise. Its native result then stands in, marked as unfaithful
 
-    After the first run, `kind` says what the values are (as `OracleResult.kind` does), and `draws_randomness`
+    After the first run, `kind` says what the values are (as `OracleResult.kind` does; what one run found stands), and `draws_randomness`
     whether they depend on random numbers that the reference draws: a candidate must then draw the very same.
     """
 
@@ -195,7 +195,6 @@ class Oracle:
             return OracleResult(run.outputs, run.dtypes, faithful=False, why=leak, kind=self.kind)
         if leak:
             return self._native_result(inputs, leak)
-        self.kind = _FLOAT64
         return OracleResult(run.outputs, run.dtypes)
 
     def _answer_is_random(self, inputs: Sequence[Value]) -> bool:
