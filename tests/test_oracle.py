@@ -432,7 +432,9 @@ def in_core_order(scales: Tensor) -> Tensor:
     for row in range(rows):
         for block in range(blocks):
             tile = (row // 128) * across + block // 4
-            flat[tile * 512 + (row % 32) * 16 + (row % 128) // 32 * 4 + block % 4] = scales.view(torch.uint8)[row, block]
+            flat[tile * 512 + (row % 32) * 16 + (row % 128) // 32 * 4 + block % 4] = scales.view(torch.uint8)[
+                row, block
+            ]
     return flat.view(scales.dtype)
 
 
@@ -597,7 +599,7 @@ def test_what_leaves_torch_gets_the_weaker_oracle_with_the_reason(reference: Cal
 
 def test_the_weaker_oracle_answers_in_float32_where_the_reference_takes_it() -> None:
     def reference(x: Tensor) -> Tensor:
-        return torch.from_numpy((x.float().numpy() / numpy.float32(3))).to(x.dtype)
+        return torch.from_numpy(x.float().numpy() / numpy.float32(3)).to(x.dtype)
 
     result = run(reference, drawn(16, 16))
     assert result.dtypes == (BF16,) and relative(result.values[0], drawn(16, 16).double() / 3) < 1e-6

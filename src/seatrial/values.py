@@ -116,7 +116,11 @@ def _conclude(study: Study, check: str, output: str, judged: Sequence[Judged]) -
     return held(
         check,
         f"`{output}` stays within the honest floor in {len(able)} of {len(mine)} cases"
-        + (f"; up to {left_out:.2%} of its elements cannot be judged (ill-conditioned or out of range)" if left_out else ""),
+        + (
+            f"; up to {left_out:.2%} of its elements cannot be judged (ill-conditioned or out of range)"
+            if left_out
+            else ""
+        ),
         output=output,
         measured=worst,
         allowed=1.0,

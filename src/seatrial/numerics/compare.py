@@ -41,6 +41,7 @@ ENOUGH = 64  # elements from which means and rms are meaningful
 ILL_SIGMA = 2.0**-5  # an element with sigma above this share of its size is ill-conditioned
 TOO_FEW = 0.5  # of the elements: where no more than these can be judged, the output is not
 ALL_ILL = 0.99  # of the elements: mathematically zero, only its absolute scale is known
+_MOSTLY = 0.75  # of a row or column
 _SLACK = 1 + 2.0**-10  # for the oracle's own rounding at ties
 _PRIOR = 8.0  # weight of the pooled variance, in samples
 _SAMPLED = 2.0**20  # different random numbers behind a sample
@@ -160,7 +161,9 @@ class Yardstick:
         self._total = torch.zeros_like(self.y)
         for sample in samples:
             self._total += self._squared_error(sample)
-        self.sigma = _pooled(self._total / len(samples), len(samples)).sqrt_()
+        variance = self._total / len(samples)
+        self._apart = self._ill_of(variance.sqrt())
+        self.sigma = _pooled(variance, len(samples), self._apart).sqrt_()
         self._class = _class_of(self.rounded)
         self._all_finite = bool((self._class == 0).all())
         self._unsure = self._where_class_is_open()
@@ -192,8 +195,11 @@ class Yardstick:
     @cached_property
     def _ill(self) -> Tensor:
         """Where the honest error is not small against an element's size."""
+        return self._ill_of(self.sigma)
+
+    def _ill_of(self, sigma: Tensor) -> Tensor:
         size = self.y.abs().nan_to_num_(posinf=0.0)
-        return self.sigma > ILL_SIGMA * (size + size.square().mean().sqrt())
+        return sigma > ILL_SIGMA * (size + size.square().mean().sqrt())
 
     @cached_property
     def ill_share(self) -> float:
@@ -290,7 +296,8 @@ class Yardstick:
         """Each sample as a kernel would store it, measured against the spread of the others."""
         count = len(self._samples)
         for sample in self._samples:
-            others = _pooled((self._total - self._squared_error(sample)).clamp_(min=0) / (count - 1), count - 1).sqrt_()
+            variance = (self._total - self._squared_error(sample)).clamp_(min=0) / (count - 1)
+            others = _pooled(variance, count - 1, self._apart).sqrt_()
             rounded = round_to(sample, self.stored)
             yield rounded, self._errors(rounded, others)
         if self._native is not None:
@@ -356,7 +363,9 @@ class Yardstick:
         outliers = int((errors.tail > beyond).sum())
         limit = max(TAIL, TAIL_OVER_ROUGH_NULL * self._null.tail) * self._reach
         many = OUTLIERS_OVER_NULL * self._null.outliers + 2
-        words = f"{outliers} elements beyond {beyond:.3g} honest deviations ({many:g} allowed), the worst at {worst:.3g}"
+        words = (
+            f"{outliers} elements beyond {beyond:.3g} honest deviations ({many:g} allowed), the worst at {worst:.3g}"
+        )
         return TestResult("tail", worst, limit, outliers > many or worst > limit, index, words)
 
     def _bulk(self, errors: _Errors) -> TestResult:
@@ -547,17 +556,34 @@ def _ratio(excess: Tensor, spread: Tensor) -> Tensor:
     return torch.where(excess > 0, excess / spread, 0.0)
 
 
-def _pooled(variance: Tensor, samples: int) -> Tensor:
-    """Variances from few samples, pulled towards row mean x column mean / overall mean (rank one)."""
+def _pooled(variance: Tensor, samples: int, apart: Tensor) -> Tensor:
+    """Variances from few samples, pulled towards row mean x column mean / overall mean (rank one).
+
+    The few elements that are `apart` (ill-conditioned by themselves) stay out of the means of lines that are
+    otherwise sound: one wild column would make every row look wild.
+    """
     if variance.dim() == 0 or variance.numel() == 1:
         return variance.clone()
+    sound = ~apart.reshape(-1, variance.shape[-1]) if bool(apart.any()) and not bool(apart.all()) else None
     if variance.dim() == 1:
-        prior = torch.minimum(variance.mean(), 4 * variance + 0.05 * variance.mean())
+        mean = variance.mean() if sound is None else variance[sound.reshape(-1)].mean()
+        prior = torch.minimum(mean, 4 * variance + 0.05 * mean)
         return (samples * variance + _PRIOR * prior) / (samples + _PRIOR)
     flat = variance.reshape(-1, variance.shape[-1])
-    rows, columns, overall = flat.mean(1, keepdim=True), flat.mean(0, keepdim=True), flat.mean()
+    rows, columns = _line_means(flat, sound, 1), _line_means(flat, sound, 0)
+    overall = flat.mean() if sound is None else flat[sound].mean()
     prior = rows * (columns / (overall + 1e-300))
     return (prior.mul_(_PRIOR).add_(flat, alpha=samples).div_(samples + _PRIOR)).reshape(variance.shape)
+
+
+def _line_means(variance: Tensor, sound: Tensor | None, dim: int) -> Tensor:
+    """Means along `dim`, over the sound elements where those are most of the line."""
+    plain = variance.mean(dim, keepdim=True)
+    if sound is None:
+        return plain
+    count = sound.sum(dim, keepdim=True)
+    of_sound = torch.where(sound, variance, 0.0).sum(dim, keepdim=True) / count.clamp(min=1)
+    return torch.where(count >= _MOSTLY * variance.shape[dim], of_sound, plain)
 
 
 def _class_of(values: Tensor) -> Tensor:

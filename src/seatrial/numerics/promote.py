@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from seatrial.numerics.dtypes import FP4, FP8, NARROW, NARROW_COMPLEX, finer, is_float, round_to, to_float64
@@ -623,6 +623,10 @@ class Promotion(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def stored_constant(self, value: Tensor, declared: torch.dtype) -> Tensor:
         """A constant from Python, float64, as the reference stores it (called outside of dispatch)."""
+        with _disable_current_modes():  # our own arithmetic is not the reference's
+            return self._stored_constant(value, declared)
+
+    def _stored_constant(self, value: Tensor, declared: torch.dtype) -> Tensor:
         stored = value if self._perturbation is None else self._perturbation.constant(value, declared)
         self.ledger.declare(stored, declared).moved = stored is not value
         if stored is not value:

@@ -66,9 +66,7 @@ def scaled_rows(
     return values * spread
 
 
-def _block(
-    scale: Tensor, declared: torch.dtype, rows: int, columns: int, *, packed: bool
-) -> str | tuple[int, int]:
+def _block(scale: Tensor, declared: torch.dtype, rows: int, columns: int, *, packed: bool) -> str | tuple[int, int]:
     if scale.numel() == 1:
         return "tensor"
     if declared == E8M0:
