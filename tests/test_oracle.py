@@ -603,3 +603,34 @@ def test_the_weaker_oracle_answers_in_float32_where_the_reference_takes_it() -> 
 
     result = run(reference, drawn(16, 16))
     assert result.dtypes == (BF16,) and relative(result.values[0], drawn(16, 16).double() / 3) < 1e-6
+
+
+def test_a_reference_that_refuses_moved_inputs_cannot_be_vouched_for() -> None:
+    x = drawn(8, 8)
+    largest = float(x.float().abs().max())
+
+    def reference(x: Tensor) -> Tensor:
+        assert float(x.float().abs().max()) <= largest
+        return x.float() * 1.1
+
+    result = run(reference, x)
+    assert result.weaker and "refuses inputs that moved" in result.kind
+    assert relative(result.values[0], x.double() * 1.1) < 1e-6
+
+
+@pytest.mark.parametrize("ragged", ["rows", "columns", "depth", "none"])
+def test_grouped_matmuls_are_multiplied_group_by_group(ragged: str) -> None:
+    ends = torch.tensor([8, 8, 24, 32], dtype=torch.int32)
+    a = drawn(4, 8, 16) if ragged in ("none", "columns") else drawn(32, 16) if ragged == "rows" else drawn(8, 32)
+    b = drawn(4, 16, 24, seed=1) if ragged in ("none", "rows") else drawn(16 if ragged == "columns" else 32, 32, seed=1)
+    inputs = [a, b] if ragged == "none" else [a, b, ends]
+    oracle = Oracle(lambda a, b, ends=None: torch._grouped_mm(a, b, offs=ends), ["y"])
+    result, native = oracle.run(inputs), oracle.native(inputs)[0]
+    assert result.faithful and result.dtypes == (BF16,) and result.values[0].shape == native.shape
+    assert relative(native.double(), result.values[0]) < 2.0**-7
+
+
+def test_the_name_of_a_tensors_type_is_that_of_its_declared_dtype() -> None:
+    seen: list[str] = []
+    run(lambda x: (seen.append(x.type()), x * 2)[1], drawn(4, 4))
+    assert set(seen) == {"torch.BFloat16Tensor"}

@@ -370,6 +370,8 @@ class Promotion(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._cast(args[0], target, kwargs)
         if self._tape is not None and any(self.ledger.given(t) for t in writes):
             self._tape.admitted.clear()
+        if name == "_grouped_mm":
+            return self._grouped_matmul(**_by_name(func, args, kwargs))
         if name in _SCALED_MATMULS:
             return self._scaled_matmul(name, func, args, kwargs, target)
         if name == "copy_" and self.ledger.declared(args[0]) in FP8 and args[1].is_floating_point():
@@ -640,8 +642,8 @@ class Promotion(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Tensor:
         """Decode both operands, multiply as any matmul, round once to the output dtype."""
         given = _by_name(func, args, kwargs)
-        a, b = rows_of(given["self"]), rows_of(given["mat2"].t())
-        packed = given["self"].dtype == FP4
+        a, b = rows_of(given["self_"]), rows_of(given["mat2"].t())
+        packed = given["self_"].dtype == FP4
         if name == "_scaled_mm":
             a, b = self._scaled(a, given["scale_a"], packed), self._scaled(b, given["scale_b"].t(), packed)
         else:
@@ -658,11 +660,27 @@ class Promotion(TorchDispatchMode):  # type: ignore[no-untyped-call]
             out = self._dispatch(torch.ops.aten.add.Tensor, (out, given["bias"]), {})
         if given.get("scale_result") is not None:
             out = self._dispatch(torch.ops.aten.mul.Tensor, (out, given["scale_result"]), {})
-        out = self._cast(out, target or self.ledger.declared(given["self"]), {})
+        out = self._cast(out, target or self.ledger.declared(given["self_"]), {})
         if given.get("out") is None:
             return out
         self._dispatch(torch.ops.aten.copy_.default, (given["out"], out), {})
         return given["out"]  # type: ignore[no-any-return]
+
+    def _grouped_matmul(self, *, self_: Tensor, mat2: Tensor, offs: Tensor | None = None, **more: Any) -> Tensor:
+        """One matmul a group; `offs` says where each group ends along the axis that has no group axis of its own."""
+        aten = torch.ops.aten
+        if offs is None:
+            return self._dispatch(aten.bmm.default, (self_, mat2), {})  # type: ignore[no-any-return]
+        ends: list[int] = offs.tolist()
+        spans = list(zip([0, *ends[:-1]], ends, strict=True))
+        parts: list[Tensor] = []
+        for group, (start, end) in enumerate(spans):
+            a = self_[group] if self_.dim() == 3 else self_[start:end] if mat2.dim() == 3 else self_[:, start:end]
+            b = mat2[group] if mat2.dim() == 3 else mat2[:, start:end] if self_.dim() == 3 else mat2[start:end]
+            parts.append(self._dispatch(aten.mm.default, (a, b), {}))
+        if self_.dim() == mat2.dim() == 2:
+            return self._dispatch(aten.stack.default, (parts,), {})  # type: ignore[no-any-return]
+        return self._dispatch(aten.cat.default, (parts, 0 if mat2.dim() == 3 else 1), {})  # type: ignore[no-any-return]
 
     def _scaled(
         self, values: Tensor, scale: Tensor, packed: bool, recipe: int | None = None, swizzled: bool | None = None,  # noqa: FBT001
@@ -743,7 +761,8 @@ def _written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _by_name(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {**{a.name: value for a, value in zip(func._schema.arguments, args, strict=False)}, **kwargs}
+    given = {**{a.name: value for a, value in zip(func._schema.arguments, args, strict=False)}, **kwargs}
+    return {"self_" if name == "self" else name: value for name, value in given.items()}
 
 
 def _same(first: Tensor, second: Tensor) -> Tensor:
@@ -834,6 +853,9 @@ class DeclaredDtypes(DeviceRedirect):
         if func in _LEAVES_TORCH and args[0].is_floating_point():
             name = getattr(func, "__name__", "data_ptr")
             self._promotion.events.outside.append(f"the reference takes a tensor out of torch ({name})")
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            with _disable_current_modes():
+                return torch.empty(0, dtype=self._ledger.declared(args[0]), device=args[0].device).type()
         if func in _FROM_PYTHON:
             return self._constant(func, args, kwargs)
         if func in (torch.Tensor.element_size, torch.Tensor.itemsize):
