@@ -226,11 +226,20 @@ class Study:
         from seatrial.formats.python_file import imports_gpu_language
 
         if self.problem.reference_source and imports_gpu_language(ast.parse(self.problem.reference_source)):
-            return (
-                "the reference launches GPU kernels of its own, which a float64 run cannot follow, so there is no "
-                "oracle to judge values by"
-            )
+            return "the reference launches GPU kernels of its own, which a float64 run cannot follow"
         return ""
+
+    def oracle_limits(self) -> list[str]:
+        """What the oracle could not vouch for in the cases so far, one sentence each."""
+        limits: list[str] = []
+        if self.oracle.kind.startswith("native"):
+            limits.append(
+                f"values were judged by a weaker oracle ({self.oracle.kind}): only errors well above one rounding of "
+                "the inputs were looked for"
+            )
+        if self.oracle.draws_randomness:
+            limits.append("the reference draws random numbers, and its outputs depend on them")
+        return limits
 
     @cached_property
     def trace(self) -> Trace:

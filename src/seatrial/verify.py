@@ -269,6 +269,7 @@ def _report(
 def _limits(study: Study, findings: Sequence[Finding], options: Options) -> list[str]:
     limits = [f.reason for f in findings if f.outcome is Outcome.LIMITED]
     limits += [f.reason for f in findings if f.outcome is Outcome.NOT_APPLICABLE and f.reason.endswith("not probed")]
+    limits += study.oracle_limits()
     left = len(study.problem.workloads) - len(study.audited)
     if left > 0:
         limits.append(
