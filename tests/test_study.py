@@ -59,3 +59,20 @@ def test_a_case_too_large_for_the_machine_is_said_and_not_tried() -> None:
     subject.device.free_memory = lambda: 1000  # type: ignore[method-assign]
     with pytest.raises(TooLarge, match="GiB are free on cpu"):
         subject.inputs(subject.case(subject.smallest))
+
+
+def test_a_native_reference_that_falls_short_excuses_what_is_no_farther_off_when_its_sums_are_wide(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    subject = study()
+    case = subject.case(subject.smallest)
+    exact = subject.exact(case)[0]
+
+    def off_by(share: float, seed: int) -> tuple[torch.Tensor, ...]:
+        noise = torch.randn(exact.shape, generator=torch.Generator().manual_seed(seed), dtype=exact.dtype)
+        return ((exact * (1 + share * noise.clamp(-2, 2))).float(),)
+
+    monkeypatch.setattr(subject, "native", lambda of: off_by(1e-3, 1))
+    for wide, share, excused in ((True, 1e-3, True), (True, 1e-2, False), (False, 1e-3, False)):
+        monkeypatch.setattr(subject, "_native_sums_are_wide", lambda output, wide=wide: wide)
+        assert subject.excuses(case, off_by(share, 2)) == [excused]
