@@ -398,9 +398,10 @@ class Yardstick:
         count = errors.count
         bias = float(errors.signed.sum()) / count
         spread = math.sqrt(max(0.0, float(errors.signed.square().sum()) / count - bias * bias))
-        certainty = min(abs(bias) / (spread / math.sqrt(count) + 1e-30), self._certainty_over_lines(errors))
+        certainty = abs(bias) / (spread / math.sqrt(count) + 1e-30)
         allowed = self._bias_allowed(self._null.bias)
         failed = abs(bias) > allowed and certainty > BIAS_CERTAINTY
+        failed = failed and self._certainty_over_lines(errors) > BIAS_CERTAINTY
         return TestResult(
             "bias",
             bias,
