@@ -1,9 +1,9 @@
 """The harness over the tables of pairs: audits each kernel, decides right or wrong, counts.
 
-    python -m tests.quality.pairs                        every pair, 3 seeds
-    python -m tests.quality.pairs --seeds 20 -j 2        the long form, as `make quality` runs it
-    python -m tests.quality.pairs A01 T4                 cases that start so
-    python -m tests.quality.pairs --readme               writes tests/quality/README.md
+python -m tests.quality.pairs                        every pair, 3 seeds
+python -m tests.quality.pairs --seeds 20 -j 2        the long form, as `make quality` runs it
+python -m tests.quality.pairs A01 T4                 cases that start so
+python -m tests.quality.pairs --readme               writes tests/quality/README.md
 """
 
 from __future__ import annotations
@@ -207,7 +207,9 @@ def main(arguments: Sequence[str]) -> int:
 
 def _tell_wrong(judged: Judged) -> None:
     if not judged.right:
-        sys.stdout.write(f"WRONG {judged.case} {judged.side} seed {judged.seed}: {judged.verdict}: {judged.why[:900]}\n")
+        sys.stdout.write(
+            f"WRONG {judged.case} {judged.side} seed {judged.seed}: {judged.verdict}: {judged.why[:900]}\n"
+        )
         sys.stdout.flush()
 
 
