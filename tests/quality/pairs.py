@@ -19,8 +19,6 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-import seatrial
-from seatrial.model import Finding, Outcome, Report, Verdict
 from tests.quality import (
     f01_accumulation,
     f02_range,
@@ -32,6 +30,9 @@ from tests.quality import (
     traps,
 )
 from tests.quality.case import Pair
+
+import seatrial
+from seatrial.model import Finding, Outcome, Report, Verdict
 
 TABLES = (f01_accumulation, f02_range, f03_semantics, f04_fitted, f12_gradients, f13_specials, f14_random, traps)
 PAIRS: dict[str, Pair] = {pair.case: pair for table in TABLES for pair in table.PAIRS}

@@ -14,10 +14,10 @@ import zlib
 from pathlib import Path
 
 import pytest
-
-from seatrial.model import Finding, Outcome, Verdict
 from tests.quality.case import Pair
 from tests.quality.pairs import FAULTY, HONEST, PAIRS, README, TABLES, excuse, is_right, judge, readme, sides_of
+
+from seatrial.model import Finding, Outcome, Verdict
 
 A_FEW = 8
 SEEDS = int(os.environ.get("SEATRIAL_QUALITY_SEEDS", "0"))
