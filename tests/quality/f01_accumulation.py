@@ -290,6 +290,7 @@ PAIRS = (
         fp8_kernel(1024),
         SUMS,
         "random signs; the twin promotes to fp32 after every 128 terms, as Hopper kernels do",
+        known_alarm="a question of contract: 14 bits promoted every 128 terms is what the hardware gives, and is judged as too few bits",
     ),
     Pair(
         "A04/fp32",
@@ -309,6 +310,7 @@ PAIRS = (
         attention_kernel(consistent=False),
         VALUES,
         "Gaussian q, k, v: the error has no common sign",
+        known_miss="needs one large V of a single sign and repeated row maxima, and a test of the mean signed error over many outputs",
     ),
     Pair(
         "A06",
@@ -339,5 +341,6 @@ PAIRS = (
         flag_kernel("high"),
         ("tampered-process", *SUMS),
         "on a CPU the flag changes no value: only the write shows",
+        known_miss="the write to a precision flag that is restored before the call ends is not recorded, and on a CPU no value changes",
     ),
 )

@@ -15,7 +15,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -118,13 +118,13 @@ def judge_all(
     cases: Iterable[str], seeds: Sequence[int], processes: int, tell: Callable[[Judged], None] = lambda _: None
 ) -> list[Judged]:
     """Every side of every case at every seed, in `processes` processes."""
-    jobs = [(case, side, seed) for case in cases for side in sides_of(PAIRS[case]) for seed in seeds]
+    jobs = [(case, side, seed) for seed in seeds for case in cases for side in sides_of(PAIRS[case])]
     done = []
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), initializer=_one_thread) as pool:
-        for judged in pool.map(judge, *zip(*jobs, strict=True)):
-            tell(judged)
-            done.append(judged)
-    return done
+        for future in as_completed([pool.submit(judge, *job) for job in jobs]):
+            done.append(future.result())
+            tell(done[-1])
+    return sorted(done, key=lambda j: list(PAIRS).index(j.case))
 
 
 def _one_thread() -> None:
@@ -190,6 +190,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--seeds", type=int, default=3, help="fresh seeds per kernel")
     parser.add_argument("--first-seed", type=int, help="consecutive seeds from here on instead of fresh ones")
     parser.add_argument("-j", type=int, default=1, help="processes")
+    parser.add_argument("-v", "--verbose", action="store_true", help="a line for every audit")
     parser.add_argument("--readme", action="store_true", help="write README.md and stop")
     asked = parser.parse_args(arguments)
     if asked.readme:
@@ -201,9 +202,16 @@ def main(arguments: Sequence[str]) -> int:
     first = asked.first_seed
     seeds = fresh_seeds(asked.seeds) if first is None else list(range(first, first + asked.seeds))
     sys.stdout.write(f"seeds {' '.join(map(str, seeds))}\n")
-    judged = judge_all(cases, seeds, asked.j, _tell_wrong)
+    judged = judge_all(cases, seeds, asked.j, _tell_all if asked.verbose else _tell_wrong)
     sys.stdout.write(f"\n{table(judged)}\n\n{counts(judged)}\n")
     return int(any(not j.right and not excuse(PAIRS[j.case], j.side) for j in judged))
+
+
+def _tell_all(judged: Judged) -> None:
+    if judged.right:
+        sys.stdout.write(f"right {judged.case} {judged.side} seed {judged.seed}: {judged.seconds:.1f} s\n")
+        sys.stdout.flush()
+    _tell_wrong(judged)
 
 
 def _tell_wrong(judged: Judged) -> None:
