@@ -1,6 +1,7 @@
 # make demo    install what a user needs into .venv and run the demonstration
 # make test    install what a developer needs as well and run the whole suite
 # make check   format, lint, types, import contracts, generated files up to date
+# make quality judge every pair of an honest and a faulty kernel over 20 fresh seeds and print the counts
 # make docs    write the generated files: docs/ from the source, the JSON of the examples from theirs
 #
 # Nothing needs to be installed first but Python 3.11 or newer; name one with PYTHON=/path/to/python3.
@@ -13,7 +14,7 @@ PYTHON ?= $(shell for python in $(CANDIDATES); do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
 INSTALL := $(VENV)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test check docs
+.PHONY: demo test check quality docs
 .NOTPARALLEL:
 
 demo: $(VENV)/installed
@@ -25,6 +26,9 @@ test: $(VENV)/installed-dev
 
 check: $(VENV)/installed-dev
 	@scripts/check
+
+quality: $(VENV)/installed-dev
+	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.quality.pairs --seeds 20 -j 2
 
 docs: $(VENV)/installed-dev
 	@scripts/examples
