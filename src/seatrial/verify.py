@@ -8,6 +8,7 @@ import shlex
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import seatrial
@@ -48,6 +49,7 @@ class Options:
     skip: tuple[str, ...] = ()
     fail_fast: bool = False
     progress: Progress = silent
+    reproducers: Path | None = None  # folder for a file per objection; nothing is written without one
 
 
 @dataclass
@@ -118,7 +120,13 @@ def _verify_one(
             audit.rule = _benchmark_rule(study, bench) if not options.only else None
         finally:
             bench.close()
-    return _report(study, server, candidate, audit, control, clock, options)
+    report = _report(study, server, candidate, audit, control, clock, options)
+    if options.reproducers is not None and not obstacle:
+        from seatrial.reproduce import write_reproducers
+
+        options.progress(candidate.name, "shrinking what was found", 1.0)
+        report = write_reproducers(report, study, candidate, server, options.reproducers)
+    return report
 
 
 def _obstacle(candidate: Candidate, study: Study) -> str:
