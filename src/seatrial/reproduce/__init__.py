@@ -42,19 +42,26 @@ def write_reproducers(report: Report, study: Study, candidate: Candidate, server
         raise UsageError(f"{folder} cannot be made ({fault.strerror}); give another folder to --reproducers") from fault
     seen: set[tuple[str, str | None]] = set()
     taken = {p.name for p in folder.glob("*.py")}
-    strays = any(f.check == "fitted-sizes" and f.outcome is Outcome.FAILED for f in report.findings)
+    failing = {(f.check, f.output) for f in report.findings if f.outcome is Outcome.FAILED}
     findings = []
     for finding in report.findings:
         if finding.outcome is Outcome.FAILED:
             part = LATER if (finding.cause, finding.output) in seen else 1
             seen.add((finding.cause, finding.output))
-            path = _write_one(finding, study, candidate, server, folder, taken, part=part, strays=strays)
+            only_listed = _has_another_fault_outside(finding, failing)
+            path = _write_one(finding, study, candidate, server, folder, taken, part=part, only_listed=only_listed)
             if path is not None:
                 line = shlex.join(["seatrial", "replay", str(path)])
                 text = f"{finding.reproducer}\n{line}" if finding.reproducer else line
                 finding = finding.model_copy(update={"reproducer": text})
         findings.append(finding)
     return report.model_copy(update={"findings": findings})
+
+
+def _has_another_fault_outside(finding: Finding, failing: set[tuple[str, str | None]]) -> bool:
+    """True when this output is wrong at sizes outside the list and right at listed ones, which is a fault of its own."""
+    outside, listed = ("fitted-sizes", finding.output) in failing, ("wrong-values", finding.output) in failing
+    return finding.check != "fitted-sizes" and outside and not listed
 
 
 def _write_one(
@@ -66,7 +73,7 @@ def _write_one(
     taken: set[str],
     *,
     part: int,
-    strays: bool,
+    only_listed: bool,
 ) -> Path | None:
     seconds = study.policy.shrink_s / part
     bench = Bench(study, candidate, server, Clock(seconds + SPARE_SECONDS))
@@ -76,7 +83,6 @@ def _write_one(
             return None
         original, symptom = found
         budget = Budget(study.policy.shrink_calls, seconds)
-        only_listed = strays and finding.check != "fitted-sizes"
         situation, symptom = shrink(study, bench, original, symptom, budget, listed_sizes_only=only_listed)
     except InfrastructureError:
         return None  # the command of the finding still stands

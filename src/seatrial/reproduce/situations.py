@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from seatrial.study import Case, Study
 
 VALUE_CHECKS = ("wrong-values", "fitted-inputs", "fitted-sizes")
+MANY_ROUNDINGS = 4.0  # times what is allowed
 PROBE_CALLS = 6  # of the recorded probe calls, spread over all of them
 
 
@@ -106,16 +107,19 @@ def _accumulator(study: Study, bench: Bench, output: int | None) -> Iterator[Sit
     """Many contributions to one element first, then the probes."""
     if output is None:
         return
-    for growth in reversed(study.growth_cases):
-        if output in growth.counts:
-            yield _values(study, growth.inputs, output)
-    for inputs in _probe_calls(study, bench, output):
-        yield _values(study, inputs, output)
+    growing = [g.inputs for g in reversed(study.growth_cases) if output in g.counts]
+    for inputs in growing:
+        yield _values(study, inputs, output, MANY_ROUNDINGS)
+    probes = _probe_calls(study, bench, output)
+    for inputs in probes:
+        yield _values(study, inputs, output, MANY_ROUNDINGS)
+    for inputs in (*growing, *probes):
+        yield _values(study, inputs, output, 1.0)
 
 
-def _values(study: Study, inputs: Sequence[Value], output: int) -> Situation:
+def _values(study: Study, inputs: Sequence[Value], output: int, least: float) -> Situation:
     on_cpu = tuple(v.cpu() if hasattr(v, "cpu") else v for v in inputs)
-    return Situation("values", _axes(study, on_cpu), (on_cpu,), output, "finite")
+    return Situation("values", _axes(study, on_cpu), (on_cpu,), output, "finite", least)
 
 
 def _axes(study: Study, inputs: Sequence[Value]) -> dict[str, int]:

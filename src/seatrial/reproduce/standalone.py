@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from seatrial.errors import InfrastructureError, UsageError
 from seatrial.model import Candidate, Finding, OutputSlot, Problem
 from seatrial.reproduce.literals import literal_of
+from seatrial.reproduce.shrink import numel, weight
 from seatrial.reproduce.symptoms import Situation, Symptom
 
 if TYPE_CHECKING:
@@ -189,6 +190,10 @@ def _about(reproducer: Reproducer, *, has_bytes: bool) -> dict[str, Any]:
         "seed": reproducer.seed,
         "pickled_reference": _pickled_reference(reproducer.problem),
         "bytes": has_bytes,
+        "elements": {  # of all input tensors; and those that differ from the commonest value of their tensor
+            "here": [numel(reproducer.situation), weight(reproducer.situation)],
+            "in the audit": [reproducer.original_elements, reproducer.original_weight],
+        },
     }
 
 
@@ -264,8 +269,6 @@ def _long(data: str) -> str:
 
 
 def _docstring(reproducer: Reproducer) -> str:
-    from seatrial.reproduce.shrink import numel, weight
-
     finding, situation = reproducer.finding, reproducer.situation
     # Everything in this text may be the candidate's own words: no quote or backslash of theirs ends the docstring.
     about = [

@@ -43,6 +43,8 @@ class Situation:
     calls   the inputs of each call, in declared order, tensors on the CPU; two calls for replayed and overwritten
     output  position of the output at fault; None where the fault is not one output's
     family  for values: "finite", "nonfinite", "exact" or "shape"; for dies and load: what became of the process
+    least   the worst element must be this many times as far off as it may be: a carry that loses its terms leaves
+            many roundings, where operands rounded once, which is another fault, leave about one
     """
 
     kind: str
@@ -50,6 +52,7 @@ class Situation:
     calls: tuple[tuple[Value, ...], ...]
     output: int | None = None
     family: str = ""
+    least: float = 1.0
 
     @property
     def workload(self) -> Workload:
@@ -69,6 +72,11 @@ class Point:
     got: float
     expected: float
     allowed: float
+
+    @property
+    def times_allowed(self) -> float:
+        """How many times what is allowed it is off; infinite where nothing is."""
+        return abs(self.got - self.expected) / self.allowed if self.allowed else float("inf")
 
 
 @dataclass(frozen=True)
@@ -139,17 +147,23 @@ def _values(study: Study, bench: Bench, case: Case, situation: Situation) -> Ans
 def judge_values(study: Study, situation: Situation, outputs: Sequence[Tensor]) -> Answer:
     """The output at fault against the honest floor of these inputs."""
     assert situation.output is not None
-    envelope, native = _envelope(study, situation.calls[0])
     i = situation.output
+    placed = study.placed(situation.calls[0])
+    native = study.oracle.native(placed)
+    if _same_bits(outputs[i], native[i].cpu()):
+        return Answer()  # what the native reference gives is no fault of the candidate, and no envelope is needed
+    envelope = _envelope(study, placed, native)
     report = envelope.judge([study.device.to_device(t) for t in outputs])[i]
     if report.passed is None:
         return Answer(unable=report.why)
-    if report.passed or (native is not None and envelope.judge(native)[i].passed is False):
+    if report.passed or envelope.judge(native)[i].passed is False:
         return Answer()
     family = family_of(report)
     if situation.family and family != situation.family:
         return Answer()
     points = _points(envelope, i, report, outputs[i], family)
+    if situation.least > 1.0 and not any(p.times_allowed >= situation.least for p in points):
+        return Answer()
     statistic = _statistic(envelope, i, outputs[i]) if family == "finite" and not points else None
     failed = max((t for t in report.tests if t.failed), key=lambda t: t.name == "tail")
     return Answer(Symptom(failed.words, family, points, statistic))
@@ -164,13 +178,15 @@ def family_of(report: OutputReport) -> str:
     return "finite"
 
 
-def _envelope(study: Study, inputs: Sequence[Value]) -> tuple[Envelope, tuple[Tensor, ...] | None]:
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and changed_elements(a, b) == 0
+
+
+def _envelope(study: Study, placed: Sequence[Value], native: Sequence[Tensor]) -> Envelope:
     from seatrial.formats.dtypes import torch_dtype
     from seatrial.numerics.envelope import CONTRACTS, Envelope
 
-    placed = study.placed(inputs)
-    native = study.oracle.native(placed)
-    envelope = Envelope.build(
+    return Envelope.build(
         study.oracle,
         placed,
         contract=CONTRACTS["TC"],
@@ -179,7 +195,6 @@ def _envelope(study: Study, inputs: Sequence[Value]) -> tuple[Envelope, tuple[Te
         dtypes=[torch_dtype(s.dtype) for s in study.problem.outputs],
         native=native,
     )
-    return envelope, native
 
 
 def _points(envelope: Envelope, i: int, report: OutputReport, out: Tensor, family: str) -> tuple[Point, ...]:
@@ -265,8 +280,18 @@ def _replayed(study: Study, bench: Bench, case: Case, situation: Situation) -> A
     exact = [study.oracle.run(study.placed(inputs)).values[i].cpu() for inputs in situation.calls]
     should, did = share_changed(*exact), share_changed(records[0].outputs[i], records[1].outputs[i])
     if should > SHOULD_CHANGE and did == 0.0:
-        return Answer(Symptom(f"call 2 returned call 1's result, although {should:.0%} of it should change"))
+        words = f"call 2 returned call 1's result, although {should:.0%} of it should change"
+        return Answer(Symptom(words, points=_unchanged(records[1].outputs[i], *exact)))
     return Answer()
+
+
+def _unchanged(got: Tensor, before: Tensor, now: Tensor) -> tuple[Point, ...]:
+    """The element whose exact value changed most between the calls."""
+    import torch
+
+    moved = (now.double() - before.double()).abs().nan_to_num(0.0, 0.0, 0.0)
+    index = tuple(int(x) for x in torch.unravel_index(moved.argmax(), moved.shape))
+    return (Point(index, float(got[index].double()), float(now[index].double()), 0.0),)
 
 
 def share_changed(a: Tensor, b: Tensor) -> float:
