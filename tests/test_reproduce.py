@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,8 @@ def made(name: str, where: Path) -> Made:
 def make(name: str, where: Path) -> Made:
     problem = load_problem(EXAMPLES / name)
     faulty = load_candidates([EXAMPLES / name / "candidates" / "faulty.json"], entry_point=None, problem=problem)
-    options = Options(policy=QUICK, device=pick("cpu"), only=(CASES[name][0],), reproducers=where)
+    policy = replace(QUICK, probes=1, growth=3, workloads=1)
+    options = Options(policy=policy, device=pick("cpu"), only=(CASES[name][0],), reproducers=where)
     report = verify(problem, faulty, options)[0]
     objection = next(f for f in report.findings if f.outcome is Outcome.FAILED)
     command, again = objection.reproducer.splitlines()
@@ -78,30 +80,36 @@ def make(name: str, where: Path) -> Made:
     return Made(file, Path(name), command, *told["here"], *told["in the audit"])
 
 
-def run_alone(file: Path, *words: object) -> subprocess.CompletedProcess[str]:
-    """The file as anyone would run it: another folder, no seatrial to import."""
+ALONE = """
+import runpy, sys
+sys.modules["seatrial"] = None
+for words in {calls!r}:
+    sys.argv = [{file!r}, *words]
+    for name in [m for m in sys.modules if m.startswith("candidate_under_trial")]:
+        del sys.modules[name]
+    try:
+        runpy.run_path({file!r}, run_name="__main__")
+    except SystemExit as ended:
+        print("exit code", ended.code, flush=True)
+"""
+
+
+def run_alone(file: Path, *calls: list[str]) -> list[int]:
+    """Exit codes of the file run as anyone would, from another folder and without a seatrial to import."""
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
-    blocked = f"import sys, runpy; sys.modules['seatrial'] = None; sys.argv = {[str(file), *map(str, words)]!r}; "
-    code = blocked + f"runpy.run_path({str(file)!r}, run_name='__main__')"
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment,
-        cwd=file.parent,
-        timeout=100,
+    code = ALONE.format(file=str(file), calls=calls or ([],))
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment, cwd="/", timeout=100
     )
+    codes = [int(line.split()[-1]) for line in done.stdout.splitlines() if line.startswith("exit code")]
+    assert len(codes) == len(calls or ([],)), done.stdout + done.stderr
+    return codes
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_alone_the_file_shows_the_fault_and_not_in_the_honest_twin(name: str, folder_of_files: Path) -> None:
     one = made(name, folder_of_files)
-    faulty, honest = run_alone(one.file), run_alone(one.file, "--candidate", one.honest)
-    assert faulty.returncode == 1, faulty.stdout + faulty.stderr
-    assert "the fault shows" in faulty.stdout
-    assert honest.returncode == 0, honest.stdout + honest.stderr
-    assert "the fault does not show" in honest.stdout
+    assert run_alone(one.file, [], ["--candidate", str(one.honest)]) == [1, 0]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -125,19 +133,24 @@ def test_the_file_needs_no_bytes_where_literals_do(folder_of_files: Path) -> Non
     assert told["CASE"]["calls"][0][0]["fill"] == 0.0, "a row of zeros is the plainest that shows a forgotten epsilon"
 
 
+def test_a_narrow_carry_shows_by_more_than_one_rounding(folder_of_files: Path) -> None:
+    told = read(made("embedding_rmsnorm_backward", folder_of_files).file)
+    worst = told["CASE"]["points"][0]
+    assert abs(worst["got"] - worst["expected"]) >= 4 * worst["allowed"] > 0
+
+
 def test_a_python_file_may_stand_in_for_the_candidate(folder_of_files: Path) -> None:
     one = made("rmsnorm", folder_of_files)
     twins = EXAMPLES / "rmsnorm" / "src"
-    assert run_alone(one.file, "--candidate", twins / "honest.py").returncode == 0
-    assert run_alone(one.file, "--candidate", f"{twins / 'faulty.py'}::run").returncode == 1
-    assert run_alone(one.file, "--reference").returncode == 0
+    calls = ["--candidate", f"{twins / 'honest.py'}"], ["--candidate", f"{twins / 'faulty.py'}::run"], ["--reference"]
+    assert run_alone(one.file, *calls) == [0, 1, 0]
 
 
 def test_what_cannot_run_is_no_verdict(folder_of_files: Path, tmp_path: Path) -> None:
     one = made("rmsnorm", folder_of_files)
     broken = tmp_path / "broken.py"
     broken.write_text("def run(x, norm_weight, eps):\n    raise ValueError('not today')\n")
-    assert run_alone(one.file, "--candidate", broken).returncode == 3
+    assert run_alone(one.file, ["--candidate", str(broken)]) == [3]
     with pytest.raises(InfrastructureError, match="not today"):
         replay(one.file, candidate=broken)
 
@@ -254,17 +267,54 @@ def handing_out_copies(x: torch.Tensor) -> torch.Tensor:
         ("replayed-result", handing_out_one_buffer, handing_out_copies),
     ],
 )
-def test_faults_beyond_values_have_a_file_and_their_twins_none(
+def test_faults_beyond_values_have_a_file_that_passes_their_twins(
     check: str, faulty: Any, honest: Any, tmp_path: Path
 ) -> None:
-    run: dict[str, Any] = {"reference": doubled, "inputs": make_x, "policy": "quick", "device": "cpu", "only": [check]}
-    assert seatrial.check(honest, **run, reproducers=tmp_path / "honest").verdict is Verdict.ACCEPTED
-    assert list((tmp_path / "honest").iterdir()) == []
-    rejected = seatrial.check(faulty, **run, reproducers=tmp_path / "faulty")
-    assert rejected.verdict is Verdict.REJECTED
-    file = Path(rejected.findings[0].reproducer.splitlines()[1].removeprefix("seatrial replay "))
-    assert run_alone(file).returncode == 1
+    report = seatrial.check(
+        faulty,
+        reference=doubled,
+        inputs=make_x,
+        policy="quick",
+        device="cpu",
+        only=[check],
+        reproducers=tmp_path / "files",
+    )
+    assert report.verdict is Verdict.REJECTED
+    file = Path(report.findings[0].reproducer.splitlines()[1].removeprefix("seatrial replay "))
+    twin = tmp_path / "twin.py"
+    twin.write_text(f"import os\nimport torch\nKEPT = []\n\n{inspect.getsource(honest)}")
+    assert run_alone(file, [], ["--candidate", f"{twin}::{honest.__name__}"]) == [1, 0]
     assert replay(file).shows
+    assert not replay(file, candidate=twin, entry_point=honest.__name__).shows
+
+
+def off_beyond_one_and_not_a_number_at_nought(x: torch.Tensor) -> torch.Tensor:
+    doubled = torch.where(x > 1, x * 2.25, x * 2)
+    return torch.where(x == 0, torch.full_like(x, float("nan")), doubled)
+
+
+def test_shrinking_does_not_turn_a_fault_into_another(tmp_path: Path) -> None:
+    seatrial.check(
+        off_beyond_one_and_not_a_number_at_nought,
+        reference=doubled,
+        inputs=make_x,
+        policy="quick",
+        device="cpu",
+        only=["wrong-values"],
+        reproducers=tmp_path,
+    )
+    (file,) = tmp_path.glob("*.py")
+    told = read(file)
+    assert told["SEATRIAL"]["elements"]["here"] < told["SEATRIAL"]["elements"]["in the audit"]
+    assert all(p["expected"] > 2 and p["got"] == pytest.approx(1.125 * p["expected"]) for p in told["CASE"]["points"])
+
+
+def test_an_honest_kernel_gets_no_file(tmp_path: Path) -> None:
+    report = seatrial.check(
+        copying, reference=doubled, inputs=make_x, policy="quick", only=["mutated-input"], reproducers=tmp_path
+    )
+    assert report.verdict is Verdict.ACCEPTED
+    assert list(tmp_path.iterdir()) == []
 
 
 # -- literals ---------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ accumulator was read from many probes: of the calls that were made, the first th
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 VALUE_CHECKS = ("wrong-values", "fitted-inputs", "fitted-sizes")
 MANY_ROUNDINGS = 4.0  # times what is allowed
+MOST_SECONDS = 30.0  # for finding the case again, beside the seconds that the search may take
 PROBE_CALLS = 6  # of the recorded probe calls, spread over all of them
 
 
@@ -32,7 +34,10 @@ def situation_of(study: Study, bench: Bench, finding: Finding) -> tuple[Situatio
     None where no single call or pair of calls shows it: a training run, a tampered process, a fault that does not
     repeat. Raises InfrastructureError where the study cannot make its inputs.
     """
+    started = time.monotonic()
     for situation in _candidates(study, bench, finding):
+        if time.monotonic() - started > MOST_SECONDS + study.policy.shrink_s:
+            return None
         found = examine(study, bench, situation).symptom
         if found is not None and found.quality > 0:
             return replace(situation, family=found.family), found
