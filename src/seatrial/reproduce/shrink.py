@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from seatrial.study import Study
 
 SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 33, 48, 64, 65, 96, 128, 129, 192, 256, 384, 512, 768, 1024, 2048, 4096)
+COARSE = (1, 2, 4, 16, 64, 256, 1024)  # before the values: a plain constant often allows a shorter axis
 FEW_DIGITS = 4  # significant bits of a rounded value
 
 
@@ -74,9 +75,9 @@ def shrink(
     """
     search = _Search(study, bench, situation, symptom, budget, listed_sizes_only=listed_sizes_only)
     if situation.kind != "load":
-        search.sizes()
+        search.sizes(COARSE)
         search.values()
-        search.sizes()
+        search.sizes(SIZES)
     return search.best, search.shows
 
 
@@ -110,20 +111,20 @@ class _Search:
 
     # -- sizes ----------------------------------------------------------------------------------------
 
-    def sizes(self) -> None:
-        """Every var axis as short as it goes, one after the other."""
+    def sizes(self, ladder: Sequence[int]) -> None:
+        """Every var axis as short as it goes on this ladder and among the listed sizes, one after the other."""
         if not self.study.problem.resizable or self.best.kind in ("dies", "load"):
             return  # a size outside the list may be refused, which is no fault
         for axis in self.study.problem.var_axes:
-            for size in self._shorter(axis):
+            for size in self._shorter(axis, ladder):
                 trial = self._resized({**self.best.axes, axis: size})
                 if trial is not None and self.attempt(trial):
                     break
 
-    def _shorter(self, axis: str) -> Iterator[int]:
+    def _shorter(self, axis: str, ladder: Sequence[int]) -> Iterator[int]:
         now = self.best.axes.get(axis, 0)
         listed = {w.axes.get(axis) for w in self.study.problem.workloads}
-        for size in sorted({*SIZES, *(s for s in listed if s)}):
+        for size in sorted({*ladder, *(s for s in listed if s)}):
             if size < now and (not self.listed_sizes_only or self._is_listed({**self.best.axes, axis: size})):
                 yield size
 

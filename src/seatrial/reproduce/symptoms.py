@@ -31,6 +31,7 @@ KINDS = ("values", "replayed", "overwritten", "mutated", "unwritten", "contract"
 MOST_POINTS = 8
 FATAL = (Ran.RAISED, Ran.CRASHED, Ran.EXITED, Ran.TIMED_OUT, Ran.OUT_OF_MEMORY)
 STATISTIC_OVER_HONEST = 2.0  # a whole output differs when its statistic is this many times the worst honest sample's
+SURELY_OTHER = 8.0  # half spacings of the output's type
 SHOULD_CHANGE = 0.5  # share of exact elements that differ between two calls whose results may not be the same
 
 
@@ -278,11 +279,26 @@ def _replayed(study: Study, bench: Bench, case: Case, situation: Situation) -> A
     assert situation.output is not None
     i = situation.output
     exact = [study.oracle.run(study.placed(inputs)).values[i].cpu() for inputs in situation.calls]
-    should, did = share_changed(*exact), share_changed(records[0].outputs[i], records[1].outputs[i])
+    should = _share_moved(*exact, study.problem.outputs[i].dtype)
+    did = share_changed(records[0].outputs[i], records[1].outputs[i])
     if should > SHOULD_CHANGE and did == 0.0:
         words = f"call 2 returned call 1's result, although {should:.0%} of it should change"
         return Answer(Symptom(words, points=_unchanged(records[1].outputs[i], *exact)))
     return Answer()
+
+
+def _share_moved(before: Tensor, now: Tensor, dtype: str) -> float:
+    """Share of elements whose exact values are so far apart that no honest kernel rounds both to one number."""
+    import torch
+
+    from seatrial.formats.dtypes import torch_dtype
+    from seatrial.numerics.dtypes import half_ulp, is_float
+
+    stored = torch_dtype(dtype)
+    if before.numel() == 0 or not before.is_floating_point() or not is_float(stored):
+        return share_changed(before, now)
+    spacing = torch.maximum(half_ulp(before, stored), half_ulp(now, stored))
+    return float(((before - now).abs() > SURELY_OTHER * spacing).double().mean())
 
 
 def _unchanged(got: Tensor, before: Tensor, now: Tensor) -> tuple[Point, ...]:
