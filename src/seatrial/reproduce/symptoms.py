@@ -279,7 +279,7 @@ def _replayed(study: Study, bench: Bench, case: Case, situation: Situation) -> A
     assert situation.output is not None
     i = situation.output
     exact = [study.oracle.run(study.placed(inputs)).values[i].cpu() for inputs in situation.calls]
-    should = _share_moved(*exact, study.problem.outputs[i].dtype)
+    should = _share_moved(exact[0], exact[1], study.problem.outputs[i].dtype)
     did = share_changed(records[0].outputs[i], records[1].outputs[i])
     if should > SHOULD_CHANGE and did == 0.0:
         words = f"call 2 returned call 1's result, although {should:.0%} of it should change"
