@@ -27,6 +27,7 @@ def check(
     only: Sequence[str] = (),
     skip: Sequence[str] = (),
     fail_fast: bool = False,
+    reproducers: Place | None = None,
 ) -> Report:
     """Judge one candidate; the same as `seatrial check`.
 
@@ -34,7 +35,9 @@ def check(
     inputs=make), where make(seed) returns the inputs as a dict, a tuple or one tensor, and kernel and reference
     take them positionally: a dict is put into the order of the reference's parameters when its keys are their names,
     and a kernel that names the inputs in another order is refused. `device` is "auto", "cpu", "cuda" or "cuda:N"; `seed` is fresh when None and stands in
-    the report. Raises UsageError when the problem, the candidate or an option cannot be understood.
+    the report. With `reproducers`, a folder, every objection that a call or two can show is written there as a
+    standalone Python file of its smallest case, named in the finding. Raises UsageError when the problem, the
+    candidate or an option cannot be understood.
     """
     from seatrial.devices import pick
     from seatrial.verify import Options, fresh_seed, verify
@@ -47,6 +50,7 @@ def check(
         only=tuple(only),
         skip=tuple(skip),
         fail_fast=fail_fast,
+        reproducers=None if reproducers is None else Path(reproducers),
     )
     return verify(loaded, [kernel], options)[0]
 

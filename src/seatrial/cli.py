@@ -60,6 +60,13 @@ EntryPoint = Annotated[
 Only = Annotated[list[str] | None, typer.Option("--only", metavar="CHECK", help="Run this check alone (repeatable).")]
 Skip = Annotated[list[str] | None, typer.Option("--skip", metavar="CHECK", help="Leave this check out (repeatable).")]
 
+Reproducers = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR", show_default=False, help="Write the smallest case of every objection there, as a Python file."
+    ),
+]
+
 
 def main() -> None:
     """Run the command line; maps what went wrong to the documented exit codes."""
@@ -118,6 +125,7 @@ def check(
     junit: JunitPath = None,
     sarif: SarifPath = None,
     traces: TracesPath = None,
+    reproducers: Reproducers = None,
     quiet: Quiet = False,  # noqa: FBT002 - a flag
 ) -> int:
     """Judge one or more candidates: exit 0 accepted, 1 rejected, 3 inconclusive, 2 usage."""
@@ -135,10 +143,28 @@ def check(
         fail_fast=fail_fast,
         strict=strict,
         quiet=quiet,
+        reproducers=reproducers,
     )
     _show(reports)
     _write(reports, outputs, quiet=quiet)
     return _exit_code(reports, strict=strict)
+
+
+@app.command()
+def replay(
+    file: Annotated[Path, typer.Argument(help="A file that `seatrial check --reproducers` wrote.")],
+    candidate: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="Judge this candidate instead: solution.json or a .py file.")
+    ] = None,
+    entry_point: EntryPoint = None,
+    device: Annotated[str, typer.Option(metavar="auto|cpu|cuda[:N]", help="Where; as in the audit otherwise.")] = "",
+) -> int:
+    """Judge one finding again: exit 1 it still shows, 0 no longer, 2 unusable file, 3 could not be run."""
+    from seatrial.reproduce.replay import replay as replay_file
+
+    replayed = replay_file(file, candidate=candidate, entry_point=entry_point, device=device)
+    sys.stdout.write(f"{replayed.words}\n")
+    return 1 if replayed.shows else 0
 
 
 @app.command()
@@ -267,6 +293,7 @@ def _verify(
     strict: bool = False,
     command: str = "check",
     quiet: bool = False,
+    reproducers: Path | None = None,
 ) -> list[Report]:
     from seatrial.api import policy_named
     from seatrial.devices import pick
@@ -290,6 +317,7 @@ def _verify(
             strict=strict,
             command=command,
             progress=progress,
+            reproducers=reproducers,
         )
         return verify(loaded, kernels, options)
 

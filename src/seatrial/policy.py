@@ -28,12 +28,14 @@ class Policy:
     memory_mib: int = 8192  # address space a candidate may add on CPU
     printed_kib: int = 64  # kept of what a candidate prints
     budget_s: float = 600.0  # audit of one candidate; what is left over then is not verified
+    shrink_s: float = 6.0  # search for the smallest case of one finding, when reproducers are written
+    shrink_calls: int = 400  # calls of that search
     grades: tuple[str, ...] = ("F32", "TC")  # grades that pass
 
 
 QUICK = Policy(
     name="quick", workloads=2, seeds=1, recipes=4, sizes=3, probes=2, growth=4, trial=False,
-    load_timeout_s=60.0, call_timeout_s=30.0, budget_s=120.0,
+    load_timeout_s=60.0, call_timeout_s=30.0, budget_s=120.0, shrink_s=1.5, shrink_calls=150,
 )  # fmt: skip
 STANDARD = Policy()
 DEEP = replace(
@@ -47,6 +49,8 @@ DEEP = replace(
     growth=8,
     trial_seeds=3,
     budget_s=3600.0,
+    shrink_s=60.0,
+    shrink_calls=4000,
 )
 
 POLICIES = {p.name: p for p in (QUICK, STANDARD, DEEP)}

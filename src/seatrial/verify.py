@@ -8,6 +8,7 @@ import shlex
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import seatrial
@@ -52,6 +53,7 @@ class Options:
     strict: bool = False  # changes the exit code alone, so it is kept only to be said again
     command: str = "check"  # the verb of the command line: "check" or "train"
     progress: Progress = silent
+    reproducers: Path | None = None  # folder for a file per objection; nothing is written without one
 
 
 @dataclass
@@ -125,7 +127,13 @@ def _verify_one(
             audit.rule = _benchmark_rule(study, bench) if not options.only else None
         finally:
             bench.close()
-    return _report(study, server, candidate, audit, control, clock, options)
+    report = _report(study, server, candidate, audit, control, clock, options)
+    if options.reproducers is not None and not obstacle:
+        from seatrial.reproduce import write_reproducers
+
+        options.progress(candidate.name, "shrinking what was found", 1.0)
+        report = write_reproducers(report, study, candidate, server, options.reproducers)
+    return report
 
 
 def _obstacle(candidate: Candidate, study: Study) -> str:
