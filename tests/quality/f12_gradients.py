@@ -142,8 +142,8 @@ PAIRS = (
         masked_kernel(guarded=True),
         masked_kernel(guarded=False),
         note="a random mask: no row is empty",
-        known_miss="inconclusive: needs a mask with an empty row",
-        known_alarm="inconclusive: the accumulator of grad_q over `v` cannot be read (the answer is wrong even without swamping)",
+        known_miss="needs a mask with an empty row",
+        known_alarm="sometimes: inconclusive, the accumulator of grad_q over `v` cannot be read (the answer is wrong even without swamping)",
     ),
     Pair(
         "M04",
