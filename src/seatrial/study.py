@@ -284,7 +284,7 @@ class Study:
                 trace=self.trace,
                 output_names=[s.name for s in self.problem.outputs],
                 input_names=[s.name for s in self.problem.inputs],
-                output_dtypes=[self._dtype(s.dtype) for s in self.problem.outputs],
+                output_dtypes=self.stored_dtypes,
                 placements=self.policy.probes,
                 seed=self.seed_for("probes"),
             ),
@@ -318,7 +318,7 @@ class Study:
             contract=CONTRACTS[contract],
             samples=self.policy.samples,
             seed=self.seed_for("envelope", *case.key),
-            dtypes=[self._dtype(s.dtype) for s in self.problem.outputs],
+            dtypes=self.stored_dtypes,
             native=self._native_or_none(case),
         )
 
@@ -327,6 +327,11 @@ class Study:
             return tuple(self.device.to_device(t) for t in self.native(case))
         except InfrastructureError:
             return None  # the oracle stands on its own; the range gate is then not available
+
+    @property
+    def stored_dtypes(self) -> list[Any]:
+        """The torch dtype of every declared output."""
+        return [self._dtype(spec.dtype) for spec in self.problem.outputs]
 
     @staticmethod
     def _dtype(name: str) -> Any:
@@ -381,7 +386,7 @@ class Study:
             [self.device.to_device(t) for t in outputs],
             samples=self.policy.samples,
             seed=self.seed_for("envelope", *case.key),
-            dtypes=[self._dtype(s.dtype) for s in self.problem.outputs],
+            dtypes=self.stored_dtypes,
             groups=self.contribution_groups(case),
         )
 
@@ -496,7 +501,7 @@ class Study:
             self.growth_cases,
             kernel,
             output_names=[s.name for s in self.problem.outputs],
-            output_dtypes=[self._dtype(s.dtype) for s in self.problem.outputs],
+            output_dtypes=self.stored_dtypes,
         )
 
     # -- the control --------------------------------------------------------------------------------

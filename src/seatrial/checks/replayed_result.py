@@ -13,7 +13,6 @@ Cost               three calls
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from seatrial.bench import Bench
 from seatrial.checks.base import (
@@ -31,9 +30,6 @@ from seatrial.checks.base import (
 from seatrial.errors import InfrastructureError
 from seatrial.model import CallRecord, Finding
 from seatrial.study import Case, Study
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 NAME = "replayed-result"
 TITLE = "each call's result is its own"
@@ -57,6 +53,8 @@ def observe(bench: Bench, job: Job) -> Evidence:
 
 def judge(study: Study, evidence: Sequence[Evidence]) -> Conclusion:
     """A later result that is bit for bit the first, where the exact results differ, is a replay."""
+    from seatrial.numerics.moved import share_changed
+
     cases, records = evidence[0].job.cases, evidence[0].records
     for case, record in zip(cases, records, strict=True):
         if not record.usable:
@@ -66,7 +64,7 @@ def judge(study: Study, evidence: Sequence[Evidence]) -> Conclusion:
         i
         for i in range(1, len(records))
         if records[i].facts.get("reuses_output")
-        and any(_share_changed(a, b) for a, b in zip(records[i - 1].outputs, records[i].outputs, strict=True))
+        and any(share_changed(a, b) for a, b in zip(records[i - 1].outputs, records[i].outputs, strict=True))
     ]
     if reused:
         findings.append(_overwritten(cases[reused[0]], reused[0]))
@@ -74,13 +72,15 @@ def judge(study: Study, evidence: Sequence[Evidence]) -> Conclusion:
 
 
 def _compare(study: Study, cases: Sequence[Case], records: Sequence[CallRecord], later: int) -> list[Finding]:
+    from seatrial.numerics.moved import share_changed, share_moved
+
     try:
         exact = [study.exact(c) for c in (cases[0], cases[later])]
     except InfrastructureError as error:
         return [not_verified(NAME, str(error), where=where(cases[later]))]
     for i, spec in enumerate(study.problem.outputs):
-        should_change = _share_changed(exact[0][i], exact[1][i])
-        changed = _share_changed(records[0].outputs[i], records[later].outputs[i])
+        should_change = share_moved(exact[0][i], exact[1][i], study.stored_dtypes[i])
+        changed = share_changed(records[0].outputs[i], records[later].outputs[i])
         if should_change > 0.5 and changed == 0.0:
             return [
                 failed(
@@ -110,16 +110,6 @@ def _overwritten(case: Case, call: int) -> Finding:
         where=where(case),
         advice="Allocate the output of every call, or take it as an argument.",
     )
-
-
-def _share_changed(a: Tensor, b: Tensor) -> float:
-    import torch
-
-    if a.numel() == 0 or a.shape != b.shape:
-        return 0.0
-    x, y = (t.to(torch.float64) if t.is_floating_point() else t for t in (a, b))
-    same = (x == y) | ((x != x) & (y != y))
-    return float((~same).double().mean())
 
 
 _REFERENCE = "def run(x):\n    return x * 2\n"

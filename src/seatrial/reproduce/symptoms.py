@@ -31,7 +31,6 @@ KINDS = ("values", "replayed", "overwritten", "mutated", "unwritten", "contract"
 MOST_POINTS = 8
 FATAL = (Ran.RAISED, Ran.CRASHED, Ran.EXITED, Ran.TIMED_OUT, Ran.OUT_OF_MEMORY)
 STATISTIC_OVER_HONEST = 2.0  # a whole output differs when its statistic is this many times the worst honest sample's
-SURELY_OTHER = 8.0  # half spacings of the output's type
 SHOULD_CHANGE = 0.5  # share of exact elements that differ between two calls whose results may not be the same
 
 
@@ -272,6 +271,9 @@ def _calls(bench: Bench, case: Case, situation: Situation) -> list[CallRecord]:
 
 
 def _replayed(study: Study, bench: Bench, case: Case, situation: Situation) -> Answer:
+    from seatrial.formats.dtypes import torch_dtype
+    from seatrial.numerics.moved import share_changed, share_moved
+
     records = _calls(bench, case, situation)
     for record in records:
         if not record.usable:
@@ -279,26 +281,12 @@ def _replayed(study: Study, bench: Bench, case: Case, situation: Situation) -> A
     assert situation.output is not None
     i = situation.output
     exact = [study.oracle.run(study.placed(inputs)).values[i].cpu() for inputs in situation.calls]
-    should = _share_moved(exact[0], exact[1], study.problem.outputs[i].dtype)
+    should = share_moved(exact[0], exact[1], torch_dtype(study.problem.outputs[i].dtype))
     did = share_changed(records[0].outputs[i], records[1].outputs[i])
     if should > SHOULD_CHANGE and did == 0.0:
         words = f"call 2 returned call 1's result, although {should:.0%} of it should change"
         return Answer(Symptom(words, points=_unchanged(records[1].outputs[i], *exact)))
     return Answer()
-
-
-def _share_moved(before: Tensor, now: Tensor, dtype: str) -> float:
-    """Share of elements whose exact values are so far apart that no honest kernel rounds both to one number."""
-    import torch
-
-    from seatrial.formats.dtypes import torch_dtype
-    from seatrial.numerics.dtypes import half_ulp, is_float
-
-    stored = torch_dtype(dtype)
-    if before.numel() == 0 or not before.is_floating_point() or not is_float(stored):
-        return share_changed(before, now)
-    spacing = torch.maximum(half_ulp(before, stored), half_ulp(now, stored))
-    return float(((before - now).abs() > SURELY_OTHER * spacing).double().mean())
 
 
 def _unchanged(got: Tensor, before: Tensor, now: Tensor) -> tuple[Point, ...]:
@@ -310,15 +298,9 @@ def _unchanged(got: Tensor, before: Tensor, now: Tensor) -> tuple[Point, ...]:
     return (Point(index, float(got[index].double()), float(now[index].double()), 0.0),)
 
 
-def share_changed(a: Tensor, b: Tensor) -> float:
-    """Share of elements that differ; NaN equals NaN."""
-    if a.numel() == 0 or a.shape != b.shape:
-        return 0.0
-    x, y = (t.double() if t.is_floating_point() else t for t in (a, b))
-    return float((~((x == y) | ((x != x) & (y != y)))).double().mean())
-
-
 def _overwritten(study: Study, bench: Bench, case: Case, situation: Situation) -> Answer:
+    from seatrial.numerics.moved import share_changed
+
     first, second = _calls(bench, case, situation)
     for record in (first, second):
         if not record.usable:
