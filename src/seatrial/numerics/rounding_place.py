@@ -1,0 +1,190 @@
+"""Where a narrow sum rounds: at every contribution, between blocks and of how many terms, or in partial sums.
+
+Everything is asked at one ratio M/m, a little beyond what the accumulator keeps, so that every answer is a
+plain "kept" or "lost". Three facts tell the places apart:
+
+* neighbours (M, m, −M within four places) are lost where rounding happens inside blocks, kept where blocks
+  are added up wide;
+* M with m beside it, and −M moved away step by step: the first place at which m is lost is the border of a
+  block, and the distance between two borders is its length;
+* one of the three terms in each of three blocks: lost by a running carry, kept by partial sums.
+
+A running carry, a compensated one and a tree are told apart by what is left of many small terms between
++M and −M, and by whether neighbours cancel although m is elsewhere.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from seatrial.numerics.accumulators import (
+    COMPENSATED,
+    EVERY_BLOCK,
+    EVERY_CONTRIBUTION,
+    IN_A_TREE,
+    IN_LANES,
+    INSIDE_BLOCKS,
+    PARTIAL_SUMS,
+)
+
+Places: TypeAlias = "tuple[int, int, int]"  # of +M, m and −M in the order of the sum's terms
+
+_ANCHORS = 6
+_LEAST = 8  # terms below which there is nothing to place
+_NEAR_LOST = 0.34  # a sum in no fixed order loses two of three neighbours; straddled borders are rarer than this
+_FAR_KEPT = 0.75
+_STAYS = 0.6  # share of the small terms below which a running carry has dropped them
+
+
+class NoAnswer(Exception):
+    """The kernel gave no answer to a probe; where it rounds stays open."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where bits are dropped. `sure` is False where answers to the same question differ or do not fit together."""
+
+    rounds: str
+    every: int | None
+    sure: bool
+
+
+@dataclass(frozen=True)
+class Questions:
+    """What can be asked of a kernel. All raise NoAnswer.
+
+    terms   how many terms the sum has
+    beside  questions that one call answers
+    kept    for each triple of places, whether m survived
+    share   share that is left of small terms on all other places, with +M and −M on these two
+    """
+
+    terms: int
+    beside: int
+    kept: Callable[[Sequence[Places]], list[bool]]
+    share: Callable[[int, int], float]
+
+
+def find_place(ask: Questions, rng: random.Random, *, stands_still: bool) -> Place | None:
+    """Where this narrow sum rounds; None where it is too short to say or nothing fits.
+
+    `stands_still` says that a sum of equal terms stops growing as early as a carry at every term must.
+    """
+    n = ask.terms
+    if n < _LEAST:
+        return None
+    if stands_still:
+        return Place(EVERY_CONTRIBUTION, 1, True)
+    starts = [8 * rng.randrange(max(1, (n - 4) // 8 + 1)) for _ in range(_ANCHORS)]
+    neighbours = [(p, p + 1, p + 3) for p in starts]
+    first, again = ask.kept(neighbours), ask.kept(neighbours)
+    steady = first == again
+    lost = 1 - sum(first + again) / len(first + again)
+    if lost < _NEAR_LOST:
+        return _wide_inside(ask, rng, sure=steady and lost == 0)
+    far = ask.kept([_thirds(n, rng) for _ in range(2 * _ANCHORS)])
+    if sum(far) >= _FAR_KEPT * len(far):
+        return _narrow_inside(ask, rng, sure=steady and all(far))
+    return _narrow_everywhere(ask, sure=steady and not any(first), steady=steady)
+
+
+def _thirds(n: int, rng: random.Random) -> Places:
+    a, b, c = (min(n - 1, int(n * rng.uniform(*part))) for part in ((0.0, 0.25), (0.4, 0.6), (0.75, 1.0)))
+    return a, b, c
+
+
+# -- blocks that are added up wide ------------------------------------------------------------------
+
+
+def _wide_inside(ask: Questions, rng: random.Random, *, sure: bool) -> Place | None:
+    n = ask.terms
+    start = 8 * rng.randrange(max(1, n // 32)) + 4
+    blocks = _blocks(ask, start, lambda p, q: (p, p + 1, q), lost_inside=False)
+    if blocks is None:
+        stride = 1 << ((n - 1) // 2).bit_length() - 1
+        lanes = ask.kept([(p, p + stride, p + 2 * stride) for p in range(min(4, n - 2 * stride))])
+        return Place(IN_LANES, None, not any(lanes)) if sum(lanes) * 2 < len(lanes) else None
+    length, even = blocks
+    if -(-n // length) < 3:
+        # In the later block M and m are added up wide: kept by a carry, lost by a partial sum that is stored.
+        kept = ask.kept([(length + 1, length + 2, p) for p in (1, 2, 3) if length + 2 < n])
+        carried = bool(kept) and all(kept)
+        return Place(EVERY_BLOCK if carried else PARTIAL_SUMS, length, False)
+    kept = ask.kept([_in_three_blocks(n, length, rng) for _ in range(2 * _ANCHORS)])
+    lost = 1 - sum(kept) / len(kept)
+    return Place(EVERY_BLOCK if lost > 0.4 else PARTIAL_SUMS, length, sure and even and lost in (0.0, 1.0))
+
+
+def _in_three_blocks(n: int, length: int, rng: random.Random) -> Places:
+    a, b, c = sorted(rng.sample(range(-(-n // length)), 3))
+    return tuple(min(n - 1, block * length + rng.randrange(length)) for block in (a, b, c))  # type: ignore[return-value]
+
+
+def _blocks(
+    ask: Questions, start: int, triple: Callable[[int, int], Places], *, lost_inside: bool
+) -> tuple[int, bool] | None:
+    """Length of a block, and whether the borders found are multiples of it; None where no border shows."""
+    n = ask.terms
+    first = _border(ask, start, triple, lost_inside=lost_inside)
+    if first is None:
+        return None
+    second = _border(ask, first, triple, lost_inside=lost_inside) if first + 2 < n else None
+    if second is None:  # the next block is the last one
+        return (first, True) if n - first <= first else (n - first, False)
+    return second - first, first % (second - first) == 0
+
+
+def _border(ask: Questions, start: int, triple: Callable[[int, int], Places], *, lost_inside: bool) -> int | None:
+    """First place beyond `start` that is in another block, by splitting the range as finely as one call allows."""
+    low, high = start + 1, ask.terms - 1  # `low` is inside; whether `high` is outside is asked first
+    if high - low < 1 or ask.kept([triple(start, high)])[0] is not lost_inside:
+        return None
+    while high - low > 1:
+        parts = min(ask.beside + 1, high - low)
+        points = sorted({low + (high - low) * i // parts for i in range(1, parts)})
+        for point, kept in zip(points, ask.kept([triple(start, q) for q in points]), strict=True):
+            if kept is lost_inside:
+                high = point
+                break
+            low = point
+    return high
+
+
+# -- blocks that are added up in few bits -----------------------------------------------------------
+
+
+def _narrow_inside(ask: Questions, rng: random.Random, *, sure: bool) -> Place:
+    """M at p, m moved away from it, −M far beyond: m is lost inside M's block and kept outside."""
+    n = ask.terms
+    start = 8 * rng.randrange(max(1, n // 32)) + 4
+    blocks = _blocks(ask, start, lambda p, q: (p, q, _far_from(p, q, n)), lost_inside=True)
+    if blocks is None:
+        return Place(INSIDE_BLOCKS, None, False)
+    length, even = blocks
+    return Place(INSIDE_BLOCKS, length, sure and even)
+
+
+def _far_from(p: int, q: int, n: int) -> int:
+    """The end of the sum that is farther from both, never one of them."""
+    return n - 1 if n - 1 - max(p, q) >= min(p, q) else 0
+
+
+def _narrow_everywhere(ask: Questions, *, sure: bool, steady: bool) -> Place:
+    n = ask.terms
+    left = [ask.share(p, n - 1 - p) for p in range(min(4, n // 4))]
+    if min(left) < _STAYS:
+        return Place(EVERY_CONTRIBUTION, 1, sure or not steady)
+    if steady and _is_a_tree(ask):
+        return Place(IN_A_TREE, None, sure)
+    return Place(COMPENSATED, 1, sure and min(left) > 0.9)
+
+
+def _is_a_tree(ask: Questions) -> bool:
+    """In a tree some partners meet before anything else does; a carry that holds m loses it to M."""
+    n = ask.terms
+    corner = 1 << ((n // 2).bit_length() - 1)
+    partners = [corner + (1 << j) for j in range(corner.bit_length()) if corner + (1 << j) < n]
+    return any(ask.kept([(corner, 0, q) for q in partners]))
