@@ -307,7 +307,7 @@ def read_probes(plan: ProbePlan, call: Call) -> tuple[ProbeReading, ...]:
 
 def wrong_sums(plan: ProbePlan, readings: Sequence[ProbeReading], drawn: Sequence[Value]) -> tuple[WrongSum, ...]:
     """Per output with a wrong answer, inputs to judge the kernel on; `drawn` are the problem's own inputs."""
-    found = {}
+    found: dict[str, WrongSum] = {}
     for planned in plan.sums:
         if any(r.wrong and r.slot == planned.slot and r.output == planned.output for r in readings):
             setting = planned.setting
