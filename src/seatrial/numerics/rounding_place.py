@@ -34,7 +34,9 @@ Places: TypeAlias = "tuple[int, int, int]"  # of +M, m and −M in the order of 
 
 _ANCHORS = 6
 _LEAST = 8  # terms below which there is nothing to place
-_NEAR_LOST = 0.34  # a sum in no fixed order loses two of three neighbours; straddled borders are rarer than this
+_NEAR_LOST = 0.34  # a sum in no fixed order loses two of three neighbours
+_STRADDLED = 0.3  # neighbours that a border may come between by chance
+_STARTS = 3  # where the search for a border begins; the first of them may stand right before one
 _FAR_KEPT = 0.75
 _STAYS = 0.6  # share of the small terms below which a running carry has dropped them
 
@@ -78,13 +80,13 @@ def find_place(ask: Questions, rng: random.Random, *, stands_still: bool) -> Pla
         return None
     if stands_still:
         return Place(EVERY_CONTRIBUTION, 1, True)
-    starts = [8 * rng.randrange(max(1, (n - 4) // 8 + 1)) for _ in range(_ANCHORS)]
-    neighbours = [(p, p + 1, p + 3) for p in starts]
+    starts = range(0, n - 3, 8)
+    neighbours = [(p, p + 1, p + 3) for p in rng.sample(starts, min(len(starts), 2 * _ANCHORS))]
     first, again = ask.kept(neighbours), ask.kept(neighbours)
     steady = first == again
     lost = 1 - sum(first + again) / len(first + again)
-    if lost < _NEAR_LOST:
-        return _wide_inside(ask, rng, sure=steady and lost == 0)
+    if lost < (_NEAR_LOST if not steady else 0.5):
+        return _wide_inside(ask, rng, sure=steady and lost < _STRADDLED)
     far = ask.kept([_thirds(n, rng) for _ in range(2 * _ANCHORS)])
     if sum(far) >= _FAR_KEPT * len(far):
         return _narrow_inside(ask, rng, sure=steady and all(far))
@@ -101,8 +103,7 @@ def _thirds(n: int, rng: random.Random) -> Places:
 
 def _wide_inside(ask: Questions, rng: random.Random, *, sure: bool) -> Place | None:
     n = ask.terms
-    start = 8 * rng.randrange(max(1, n // 32)) + 4
-    blocks = _blocks(ask, start, lambda p, q: (p, p + 1, q), lost_inside=False)
+    blocks = _blocks(ask, rng, lambda p, q: (p, p + 1, q), lost_inside=False)
     if blocks is None:
         stride = 1 << ((n - 1) // 2).bit_length() - 1
         lanes = ask.kept([(p, p + stride, p + 2 * stride) for p in range(min(4, n - 2 * stride))])
@@ -124,17 +125,20 @@ def _in_three_blocks(n: int, length: int, rng: random.Random) -> Places:
 
 
 def _blocks(
-    ask: Questions, start: int, triple: Callable[[int, int], Places], *, lost_inside: bool
+    ask: Questions, rng: random.Random, triple: Callable[[int, int], Places], *, lost_inside: bool
 ) -> tuple[int, bool] | None:
     """Length of a block, and whether the borders found are multiples of it; None where no border shows."""
     n = ask.terms
-    first = _border(ask, start, triple, lost_inside=lost_inside)
-    if first is None:
-        return None
-    second = _border(ask, first, triple, lost_inside=lost_inside) if first + 2 < n else None
-    if second is None:  # the next block is the last one
-        return (first, True) if n - first <= first else (n - first, False)
-    return second - first, first % (second - first) == 0
+    starts = range(4, max(5, n // 4), 8)
+    for start in rng.sample(starts, min(_STARTS, len(starts))):
+        first = _border(ask, start, triple, lost_inside=lost_inside)
+        if first is None:
+            continue
+        second = _border(ask, first, triple, lost_inside=lost_inside) if first + 2 < n else None
+        if second is None:  # the next block is the last one
+            return (first, True) if n - first <= first else (n - first, False)
+        return second - first, first % (second - first) == 0
+    return None
 
 
 def _border(ask: Questions, start: int, triple: Callable[[int, int], Places], *, lost_inside: bool) -> int | None:
@@ -159,8 +163,7 @@ def _border(ask: Questions, start: int, triple: Callable[[int, int], Places], *,
 def _narrow_inside(ask: Questions, rng: random.Random, *, sure: bool) -> Place:
     """M at p, m moved away from it, −M far beyond: m is lost inside M's block and kept outside."""
     n = ask.terms
-    start = 8 * rng.randrange(max(1, n // 32)) + 4
-    blocks = _blocks(ask, start, lambda p, q: (p, q, _far_from(p, q, n)), lost_inside=True)
+    blocks = _blocks(ask, rng, lambda p, q: (p, q, _far_from(p, q, n)), lost_inside=True)
     if blocks is None:
         return Place(INSIDE_BLOCKS, None, False)
     length, even = blocks
