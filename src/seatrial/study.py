@@ -25,11 +25,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from seatrial.devices.base import Device
+    from seatrial.numerics.accumulators import Fingerprint
     from seatrial.numerics.compare import OutputReport
     from seatrial.numerics.envelope import Envelope, Graded
     from seatrial.numerics.growth import GrowthCase
     from seatrial.numerics.oracle import Oracle
-    from seatrial.numerics.probes import Fingerprint, ProbePlan
+    from seatrial.numerics.probes import ProbePlan
     from seatrial.numerics.trace import Trace
     from seatrial.trials.matrix import HonestRuns, Settings
 

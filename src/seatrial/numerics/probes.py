@@ -32,37 +32,24 @@ import torch
 from torch import Tensor
 
 from seatrial.numerics.accumulators import (
-    BFLOAT16,
     CERTAIN,
     FLOAT16,
-    FLOAT32,
-    FLOAT64,
-    FP8_TENSOR_CORE,
     LIKELY,
     NARROW_BITS,
     NOT_DETERMINED,
     OPERANDS,
-    TF32_OPERANDS,
     WHEN_DISGUISED,
     Fingerprint,
-    Narrowness,
     is_unbounded,
     name_of,
     operands_of,
     sentence_of,
-    too_narrow,
 )
 from seatrial.numerics.rounding_place import NoAnswer, Place, Places, Questions, find_place
 from seatrial.numerics.trace import Fp64Reference, Reduction, Trace, exact_outputs, linear_slots, replaced
 
 if TYPE_CHECKING:
     from seatrial.model import Value
-
-__all__ = [
-    "BFLOAT16", "FLOAT16", "FLOAT32", "FLOAT64", "FP8_TENSOR_CORE", "NOT_DETERMINED", "TF32_OPERANDS", "Fingerprint",
-    "Narrowness", "ProbePlan", "ProbeReading", "Sum", "WrongSum", "fingerprints", "plan_probes", "probe_accumulators",
-    "read_probes", "too_narrow", "wrong_sums",
-]  # fmt: skip
 
 Call: TypeAlias = "Callable[[Sequence[Value]], tuple[Tensor, ...] | None]"
 
@@ -1016,8 +1003,11 @@ def _kept(planned: Sum, kernel: _Kernel, triples: Sequence[Places], k: int) -> l
 
 
 def _share(planned: Sum, kernel: _Kernel, plus: int, minus: int, bits: int) -> float:
-    """What is left of small terms, each three quarters of half the last bit of what M leaves to the sum."""
-    small, lane = 1.5 * 2.0 ** -(bits + 1), planned.setting.lanes[0]
+    """What is left of small terms, each three eighths of half the last bit that a sum with M in it has.
+
+    Not nearer to that bit: a weight that is no power of two moves it by up to two.
+    """
+    small, lane = 1.5 * 2.0 ** -(bits + 2), planned.setting.lanes[0]
     answers = kernel.must_answer(_between_values(planned.setting, plus, minus, small))
     return float(answers[lane.element]) / (lane.weight * small * (planned.setting.contributions - 2))
 

@@ -94,7 +94,7 @@ def find_place(ask: Questions, rng: random.Random, *, stands_still: bool) -> Pla
 
 
 def _thirds(n: int, rng: random.Random) -> Places:
-    a, b, c = (min(n - 1, int(n * rng.uniform(*part))) for part in ((0.0, 0.25), (0.4, 0.6), (0.75, 1.0)))
+    a, b, c = (min(n - 1, int(n * rng.uniform(*part))) for part in ((0.0, 0.1), (0.45, 0.55), (0.9, 1.0)))
     return a, b, c
 
 
