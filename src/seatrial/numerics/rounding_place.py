@@ -103,7 +103,7 @@ def _thirds(n: int, rng: random.Random) -> Places:
 
 def _wide_inside(ask: Questions, rng: random.Random, *, sure: bool) -> Place | None:
     n = ask.terms
-    blocks = _blocks(ask, rng, lambda p, q: (p, p + 1, q), lost_inside=False)
+    blocks = _blocks(ask, rng, lambda p, q: [(p, p + 1, q), (p, q - 1, q)], lost_inside=False)
     if blocks is None:
         stride = 1 << ((n - 1) // 2).bit_length() - 1
         lanes = ask.kept([(p, p + stride, p + 2 * stride) for p in range(min(4, n - 2 * stride))])
@@ -114,9 +114,11 @@ def _wide_inside(ask: Questions, rng: random.Random, *, sure: bool) -> Place | N
         kept = ask.kept([(length + 1, length + 2, p) for p in (1, 2, 3) if length + 2 < n])
         carried = bool(kept) and all(kept)
         return Place(EVERY_BLOCK if carried else PARTIAL_SUMS, length, False)
-    kept = ask.kept([_in_three_blocks(n, length, rng) for _ in range(2 * _ANCHORS)])
+    triples = [_in_three_blocks(n, length, rng) for _ in range(2 * _ANCHORS)]
+    kept, again = ask.kept(triples), ask.kept(triples)
     lost = 1 - sum(kept) / len(kept)
-    return Place(EVERY_BLOCK if lost > 0.4 else PARTIAL_SUMS, length, sure and even and lost in (0.0, 1.0))
+    carried = lost > 0.4 or kept != again  # partial sums have no order that could change from call to call
+    return Place(EVERY_BLOCK if carried else PARTIAL_SUMS, length, sure and even and lost in (0.0, 1.0))
 
 
 def _in_three_blocks(n: int, length: int, rng: random.Random) -> Places:
@@ -125,32 +127,48 @@ def _in_three_blocks(n: int, length: int, rng: random.Random) -> Places:
 
 
 def _blocks(
-    ask: Questions, rng: random.Random, triple: Callable[[int, int], Places], *, lost_inside: bool
+    ask: Questions, rng: random.Random, triples: Callable[[int, int], list[Places]], *, lost_inside: bool
 ) -> tuple[int, bool] | None:
     """Length of a block, and whether the borders found are multiples of it; None where no border shows."""
     n = ask.terms
     starts = range(4, max(5, n // 4), 8)
+    found = None
     for start in rng.sample(starts, min(_STARTS, len(starts))):
-        first = _border(ask, start, triple, lost_inside=lost_inside)
+        first = _border(ask, start, triples, lost_inside=lost_inside)
         if first is None:
             continue
-        second = _border(ask, first, triple, lost_inside=lost_inside) if first + 2 < n else None
-        if second is None:  # the next block is the last one
-            return (first, True) if n - first <= first else (n - first, False)
-        return second - first, first % (second - first) == 0
-    return None
+        second = _border(ask, first, triples, lost_inside=lost_inside) if first + 2 < n else None
+        if second is not None:
+            found = second - first, first % (second - first) == 0
+        else:  # the next block is the last one
+            found = (first, True) if n - first <= first else (n - first, False)
+        if found[1]:
+            break
+    return found
 
 
-def _border(ask: Questions, start: int, triple: Callable[[int, int], Places], *, lost_inside: bool) -> int | None:
-    """First place beyond `start` that is in another block, by splitting the range as finely as one call allows."""
-    low, high = start + 1, ask.terms - 1  # `low` is inside; whether `high` is outside is asked first
-    if high - low < 1 or ask.kept([triple(start, high)])[0] is not lost_inside:
+def _border(
+    ask: Questions, start: int, triples: Callable[[int, int], list[Places]], *, lost_inside: bool
+) -> int | None:
+    """First place beyond `start` that is in another block, by splitting the range as finely as one call allows.
+
+    `triples` are asked together: m beside either of the large terms, because a carry that takes the blocks
+    in the other order keeps what stands beside the wrong one.
+    """
+    low, high = start + 2, ask.terms - 1  # `low` is inside; whether `high` is outside is asked first
+
+    def outside(points: Sequence[int]) -> list[bool]:
+        asked = [triples(start, q) for q in points]
+        kept = iter(ask.kept([t for ts in asked for t in ts]))
+        return [all([next(kept) for _ in ts]) is lost_inside for ts in asked]
+
+    if high - low < 1 or not outside([high])[0]:
         return None
     while high - low > 1:
-        parts = min(ask.beside + 1, high - low)
+        parts = min(max(2, ask.beside), high - low)
         points = sorted({low + (high - low) * i // parts for i in range(1, parts)})
-        for point, kept in zip(points, ask.kept([triple(start, q) for q in points]), strict=True):
-            if kept is lost_inside:
+        for point, beyond in zip(points, outside(points), strict=True):
+            if beyond:
                 high = point
                 break
             low = point
@@ -163,7 +181,7 @@ def _border(ask: Questions, start: int, triple: Callable[[int, int], Places], *,
 def _narrow_inside(ask: Questions, rng: random.Random, *, sure: bool) -> Place:
     """M at p, m moved away from it, −M far beyond: m is lost inside M's block and kept outside."""
     n = ask.terms
-    blocks = _blocks(ask, rng, lambda p, q: (p, q, _far_from(p, q, n)), lost_inside=True)
+    blocks = _blocks(ask, rng, lambda p, q: [(p, q, _far_from(p, q, n))], lost_inside=True)
     if blocks is None:
         return Place(INSIDE_BLOCKS, None, False)
     length, even = blocks
@@ -178,16 +196,13 @@ def _far_from(p: int, q: int, n: int) -> int:
 def _narrow_everywhere(ask: Questions, *, sure: bool, steady: bool) -> Place:
     n = ask.terms
     left = [ask.share(p, n - 1 - p) for p in range(min(4, n // 4))]
-    if min(left) < _STAYS:
-        return Place(EVERY_CONTRIBUTION, 1, sure or not steady)
-    if steady and _is_a_tree(ask):
-        return Place(IN_A_TREE, None, sure)
-    return Place(COMPENSATED, 1, sure and min(left) > 0.9)
+    steady = steady and ask.share(0, n - 1) == left[0]
+    if min(left) < _STAYS or not steady:  # what changes from call to call has no order that would make it a tree
+        return Place(EVERY_CONTRIBUTION, 1, min(left) < _STAYS)
+    return Place(IN_A_TREE, None, sure) if _is_a_tree(ask) else Place(COMPENSATED, 1, sure and min(left) > 0.9)
 
 
 def _is_a_tree(ask: Questions) -> bool:
-    """In a tree some partners meet before anything else does; a carry that holds m loses it to M."""
-    n = ask.terms
-    corner = 1 << ((n // 2).bit_length() - 1)
-    partners = [corner + (1 << j) for j in range(corner.bit_length()) if corner + (1 << j) < n]
-    return any(ask.kept([(corner, 0, q) for q in partners]))
+    """In a tree some partners meet before either meets m; a carry that holds m loses it to M, whatever the order."""
+    strides = [1 << j for j in range(1, ask.terms.bit_length()) if 1 + (1 << j) < ask.terms]
+    return any(ask.kept([(2, 0, 3), *((1, 2, 1 + stride) for stride in strides if stride > 1)]))
