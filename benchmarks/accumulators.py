@@ -32,7 +32,7 @@ BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float6
 LENGTHS = (331, 500, 613, 384, 700)  # terms of a sum, one per seed in turn; most are no power of two
 BLOCK = 64
 PARTS = 8
-SHORT = {BF16: "bf16", F16: "fp16", F32: "fp32"}
+SHORT = {BF16: "bf16", F16: "fp16", F32: "fp32", torch.float8_e4m3fn: "fp8"}
 
 Accumulate = Callable[[Tensor], Tensor]  # (n, …) fp32 terms -> (…) fp32 sums, every column for itself
 
@@ -271,13 +271,13 @@ def read(plan: ProbePlan, kernel: Callable[[Sequence[Any]], Tensor]) -> Fingerpr
 
 def row_of(
     operation: Operation, true: str, dtypes: tuple[torch.dtype, torch.dtype], terms: int, seed: int, expected: str,
-    seen: Fingerprint, *, honest: bool,
+    seen: Fingerprint, *, honest: bool, capability: tuple[int, int] | None = None,
 ) -> Row:  # fmt: skip
     """What is true beside what was read."""
     return Row(
         operation.name, true, SHORT[dtypes[0]], SHORT[dtypes[1]], terms, seed, expected, honest,
         seen.form if seen.bits is not None else seen.accumulator, seen.confidence, seen.bits,
-        too_narrow(seen).fault, seen.sentence,
+        too_narrow(seen, capability=capability).fault, seen.sentence,
     )  # fmt: skip
 
 
