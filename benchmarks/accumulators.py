@@ -322,6 +322,21 @@ def confusion(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
+def by_operation(rows: Sequence[Row]) -> str:
+    """Readings named right, of how many, per class and operation; then those that are certain of it."""
+    operations = list(dict.fromkeys(r.operation for r in rows))
+    lines = ["| class | " + " | ".join(operations) + " | certain |", "|---|" + "---|" * (len(operations) + 1)]
+    for true in dict.fromkeys(r.true for r in rows):
+        mine = [r for r in rows if r.true == true]
+        cells = []
+        for operation in operations:
+            here = [r.right for r in mine if r.operation == operation]
+            cells.append(f"{sum(here)} of {len(here)}")
+        certain = sum(r.right and r.confidence == CERTAIN for r in mine)
+        lines.append(f"| {true} | " + " | ".join(cells) + f" | {certain} of {len(mine)} |")
+    return "\n".join(lines)
+
+
 def matrix(rows: Sequence[Row]) -> str:
     """The confusion matrix over all operations and dtypes: true class × class read."""
     classes = list(dict.fromkeys(r.true for r in rows))
@@ -371,11 +386,9 @@ def main() -> None:
                 file=sys.stderr,
             )
     right, judged = sum(r.right for r in rows), sum(r.fault is not r.honest for r in rows)
-    print(confusion(rows))
-    print()
-    if not device.name.startswith("cuda"):
-        print(matrix(rows))
-        print()
+    tables = [confusion] if device.name.startswith("cuda") else [matrix, by_operation]
+    for table in tables:
+        print(table(rows), end="\n\n")
     print(f"{right} of {len(rows)} named right, {judged} of {len(rows)} judged right")
     print(f"{machine(device)}; {time.perf_counter() - started:.0f} s")
     if asked.json:

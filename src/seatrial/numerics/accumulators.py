@@ -39,7 +39,7 @@ FLOAT32_BITS = 23  # fp32 keeps 24; one is left for the rounding of a non-dyadic
 SLACK_BITS = 3  # further bits that rounding of neighbouring terms may cost an honest fp32 sum
 NARROW_BITS = FLOAT32_BITS - SLACK_BITS  # a float32 sum reads this many at least
 _FLOAT64_REACH = 28  # a probe that reaches this far and loses nothing saw more than fp32
-_BY_BITS = ((7, 9, BFLOAT16), (10, 12, FLOAT16), (13, 15, FP8_TENSOR_CORE), (NARROW_BITS, 27, FLOAT32))
+_BY_BITS = ((6, 9, BFLOAT16), (10, 12, FLOAT16), (13, 15, FP8_TENSOR_CORE), (NARROW_BITS, 27, FLOAT32))
 _UNBOUNDED = (EVERY_CONTRIBUTION, EVERY_BLOCK, IN_LANES, WHEN_DISGUISED)
 
 
