@@ -558,8 +558,8 @@ def _plan_sum(
     batches += _confirmed(oracle, setting, again, largest)
     operands: _Batches = ()
     if setting.tensor.dtype in _OPERAND_BITS:
-        patterns = ["near", "far"] * placements
-        operands = _confirmed_operands(oracle, setting, _fill_batches(setting, patterns, rng))
+        near = _fill_batches(setting, ["near"] * placements, rng)
+        operands = _confirmed_operands(oracle, setting, near)
     counts = _confirmed_counts(oracle, setting, dtype)
     sound_setting = replace(setting, lanes=sound)
     return [
@@ -889,7 +889,6 @@ def _read_operands(planned: Sum, kernel: _Kernel, blank: ProbeReading) -> ProbeR
     """Precision of the operands themselves, on neighbours, which a narrow sum between blocks leaves alone."""
     blank = replace(blank, pattern="input precision", reach=_OPERAND_BITS[planned.setting.tensor.dtype])
     kept: list[int | None] = []
-    near: list[int | None] = []
     for batch in planned.operand_batches:
         low, high = [0] * len(batch), [blank.reach] * len(batch)
         while any(h - low_ > 1 for low_, h in zip(low, high, strict=True)):
@@ -903,10 +902,8 @@ def _read_operands(planned: Sum, kernel: _Kernel, blank: ProbeReading) -> ProbeR
                 else:
                     high[i] = min(high[i], k)
                     low[i] = min(low[i], high[i] - 1)
-        found = [low_ + 1 if low_ else None for low_ in low]
-        kept += found
-        near += [b for b, probe in zip(found, batch, strict=True) if probe.placement.pattern == "near"]
-    bits = max((b for b in near if b is not None), default=None) if near else _least(kept)
+        kept += [low_ + 1 if low_ else None for low_ in low]
+    bits = max((b for b in kept if b is not None), default=None)
     short = _short_range(planned, kernel) if bits is not None and 10 <= bits <= 12 else None
     return replace(blank, bits=bits, placements=tuple(kept), short_range=short)
 
@@ -927,7 +924,12 @@ def _read_stagnation(planned: Sum, kernel: _Kernel, blank: ProbeReading) -> Prob
     blank = replace(blank, pattern="stagnation")
     lane = planned.setting.lanes[0]
     previous = 0.0
-    for count, exact in planned.counts:
+    counts = planned.counts
+    if counts:
+        answers = kernel.answer(_equal_values(planned.setting, counts[-1][0], 1.0))
+        if answers is not None and float(answers[lane.element]) / counts[-1][1] >= 0.9:
+            return blank  # all of them are there
+    for count, exact in counts:
         answers = kernel.answer(_equal_values(planned.setting, count, 1.0))
         if answers is None:
             return replace(blank, note="the kernel gave no answer to this probe")
