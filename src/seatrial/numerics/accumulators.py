@@ -61,8 +61,8 @@ class Allowance:
     source: str
 
 
-# Blackwell (10.x, 12.x) is reported to keep 25 bits (deepseek-ai/DeepGEMM #176), so nothing is allowed there; Ada (8.9)
-# has no fp8 kernel that would need it: a float32 sum of short fp8 products is within its reach.
+# Blackwell (10.x, 12.x) is reported to keep 25 bits (deepseek-ai/DeepGEMM #176), so nothing is allowed there; nor is
+# it on Ada (8.9), for want of a source that says what its fp8 tensor cores can do.
 ALLOWANCES = (
     Allowance(
         major=9,
