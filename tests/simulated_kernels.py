@@ -14,7 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seatrial.numerics.probes import BFLOAT16, FLOAT16, FP8_TENSOR_CORE
+from seatrial.numerics.accumulators import (
+    BFLOAT16,
+    COMPENSATED,
+    EVERY_BLOCK,
+    EVERY_CONTRIBUTION,
+    FLOAT16,
+    FP8_TENSOR_CORE,
+    INSIDE_BLOCKS,
+    PARTIAL_SUMS,
+)
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 Accumulator = Callable[[Tensor], Tensor]  # (n, columns) fp32 terms -> (columns,) sums before the output rounding
@@ -112,16 +121,17 @@ HONEST: dict[str, Accumulator] = {
     "float32 split-K": lambda t: split_in(8, F32, t),
     "tensor core, truncating float32": lambda t: tensor_core(16, 25, 24, t),
 }
-FAULTY: dict[str, tuple[Accumulator, str, str]] = {
-    "bfloat16 in sequence": (lambda t: in_sequence(BF16, t), BFLOAT16, "everywhere"),
-    "float16 in sequence": (lambda t: in_sequence(F16, t), FLOAT16, "everywhere"),
-    "bfloat16 inside blocks": (lambda t: inside_blocks(BF16, t), BFLOAT16, "inside blocks"),
-    "bfloat16 split-K partials": (lambda t: split_in(8, BF16, t), BFLOAT16, "per partial"),
-    "bfloat16 between tiles": (lambda t: between_tiles(BF16, t), BFLOAT16, "between tiles"),
-    "float16 between tiles": (lambda t: between_tiles(F16, t), FLOAT16, "between tiles"),
-    "14 bits": (lambda t: tensor_core(32, 14, 14, t), FP8_TENSOR_CORE, "everywhere"),
-    "14 bits, promoted every 128": (lambda t: tensor_core(32, 14, 14, t, 128), FP8_TENSOR_CORE, "inside blocks"),
-    "compensated bfloat16": (lambda t: compensated(BF16, t), BFLOAT16, "everywhere"),
+# name, accumulator, what it is called, where it rounds, terms of a block of 384
+FAULTY: dict[str, tuple[Accumulator, str, str, int | None]] = {
+    "bfloat16 in sequence": (lambda t: in_sequence(BF16, t), BFLOAT16, EVERY_CONTRIBUTION, 1),
+    "float16 in sequence": (lambda t: in_sequence(F16, t), FLOAT16, EVERY_CONTRIBUTION, 1),
+    "bfloat16 inside blocks": (lambda t: inside_blocks(BF16, t), BFLOAT16, INSIDE_BLOCKS, 32),
+    "bfloat16 split-K partials": (lambda t: split_in(8, BF16, t), BFLOAT16, PARTIAL_SUMS, 48),
+    "bfloat16 between tiles": (lambda t: between_tiles(BF16, t), BFLOAT16, EVERY_BLOCK, 32),
+    "float16 between tiles": (lambda t: between_tiles(F16, t), FLOAT16, EVERY_BLOCK, 32),
+    "14 bits": (lambda t: tensor_core(32, 14, 14, t), FP8_TENSOR_CORE, EVERY_CONTRIBUTION, 1),
+    "14 bits, promoted every 128": (lambda t: tensor_core(32, 14, 14, t, 128), FP8_TENSOR_CORE, INSIDE_BLOCKS, 128),
+    "compensated bfloat16": (lambda t: compensated(BF16, t), BFLOAT16, COMPENSATED, 1),
 }
 
 

@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from seatrial.numerics.oracle import Oracle
-from seatrial.numerics.probes import (
+from seatrial.numerics.accumulators import (
     BFLOAT16,
+    CERTAIN,
+    EVERY_CONTRIBUTION,
     FLOAT32,
     FLOAT64,
     FP8_TENSOR_CORE,
+    INSIDE_BLOCKS,
     NOT_DETERMINED,
+    OPERANDS,
     TF32_OPERANDS,
+    WHEN_DISGUISED,
     Fingerprint,
-    fingerprints,
-    plan_probes,
-    probe_accumulators,
-    read_probes,
     too_narrow,
 )
+from seatrial.numerics.oracle import Oracle
+from seatrial.numerics.probes import fingerprints, plan_probes, probe_accumulators, read_probes
 from seatrial.numerics.trace import trace
 from simulated_kernels import (
     BF16,
@@ -38,6 +41,7 @@ from simulated_kernels import (
     Accumulator,
     Problem,
     pairwise,
+    tensor_core,
     wide,
 )
 
@@ -92,9 +96,10 @@ def test_honest_accumulators_are_never_narrow(name: str, seed: int) -> None:
 def test_narrow_accumulators_are_named(name: str, seed: int) -> None:
     problem = PROBLEMS[name]
     plan = planned(problem, seed)
-    for kind, (accumulate, accumulator, rounds) in FAULTY.items():
+    for kind, (accumulate, accumulator, rounds, every) in FAULTY.items():
         for fingerprint in seen(plan, problem, accumulate):
-            assert (fingerprint.accumulator, fingerprint.rounds) == (accumulator, rounds), (kind, fingerprint)
+            read = (fingerprint.accumulator, fingerprint.rounds, fingerprint.every)
+            assert read == (accumulator, rounds, every), (kind, fingerprint)
             assert too_narrow(fingerprint).fault
 
 
@@ -123,7 +128,7 @@ def test_the_count_at_which_a_sum_stands_still_is_named(seed: int) -> None:
     stalled = read_one(ROW_SUM, FAULTY["bfloat16 in sequence"][0], seed)
     assert stalled.stops_at == 256
     assert stalled.sentence == (
-        "`y` sums over `x` with about 8 significant bits: a bfloat16 carry that stops growing after 256 equal contributions"
+        "`y` sums over `x` with a bfloat16 carry every contribution, which stops growing after 256 equal contributions"
     )
     assert read_one(ROW_SUM, HONEST["float32 in sequence"], seed).stops_at is None
 
@@ -131,28 +136,51 @@ def test_the_count_at_which_a_sum_stands_still_is_named(seed: int) -> None:
 def test_the_main_example_is_told_in_one_sentence() -> None:
     table, norm = seen(planned(EMBEDDING, 0), EMBEDDING, FAULTY["bfloat16 in sequence"][0])
     assert table.output == "grad_embed_weight" and table.stops_at is not None and 200 <= table.stops_at <= 300
-    assert table.sentence.startswith("`grad_embed_weight` sums over `grad_output` with about")
-    assert norm.output == "grad_norm_weight" and norm.confidence == "high"
+    assert table.sentence.startswith(
+        "`grad_embed_weight` sums over `grad_output` with a bfloat16 carry every contribution"
+    )
+    assert norm.output == "grad_norm_weight" and norm.confidence == CERTAIN
 
 
 def test_few_calls_are_made() -> None:
     for problem in PROBLEMS.values():
         plan = planned(problem, 0)
-        for accumulate in (HONEST["float32 in sequence"], FAULTY["bfloat16 split-K partials"][0]):
+        for accumulate, most in ((HONEST["float32 in sequence"], 40), (FAULTY["bfloat16 split-K partials"][0], 100)):
             readings = read_probes(plan, lambda inputs, add=accumulate, p=problem: p.kernel(add, *inputs))  # type: ignore[misc]
-            assert max(r.calls for r in readings) <= 40
+            assert max(r.calls for r in readings) <= most
+
+
+def where_sparse(otherwise: Accumulator, least: float = 0.0) -> Accumulator:
+    """Float32 where fewer than 8 terms are not zero (or not small beside the largest), something else elsewhere."""
+
+    def accumulate(terms: Tensor) -> Tensor:
+        bare = (terms.abs() > least * terms.abs().amax(0)).sum(0) < 8
+        return torch.where(bare, terms.sum(0), otherwise(terms))
+
+    return accumulate
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_kernel_that_recognises_sparse_inputs_sees_none(name: str, seed: int) -> None:
+    problem = PROBLEMS[name]
+    plan = planned(problem, seed)
+    for evader in seen(plan, problem, where_sparse(FAULTY["bfloat16 in sequence"][0])):
+        assert (evader.accumulator, evader.rounds) == (BFLOAT16, EVERY_CONTRIBUTION)
+        assert too_narrow(evader).fault
+    for twin in seen(plan, problem, where_sparse(HONEST["float32 in sequence"])):
+        assert twin.accumulator == FLOAT32
+        assert not too_narrow(twin).fault
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_kernel_that_knows_a_bare_probe_is_seen_through(seed: int) -> None:
-    def evading(terms: Tensor) -> Tensor:
-        bare = terms.count_nonzero(0) <= 3
-        return torch.where(bare, terms.sum(0), FAULTY["bfloat16 in sequence"][0](terms))
-
-    evader = read_one(ROW_SUM, evading, seed)
-    assert evader.accumulator == BFLOAT16 or (evader.bits is not None and evader.bits < 14)
-    assert evader.rounds == "when disguised"
+def test_a_kernel_that_counts_only_large_terms_is_seen_through(seed: int) -> None:
+    evader = read_one(ROW_SUM, where_sparse(FAULTY["bfloat16 in sequence"][0], 2.0**-20), seed)
+    assert evader.bits is not None and evader.bits < 14
+    assert evader.rounds == WHEN_DISGUISED and evader.unbounded
     assert too_narrow(evader).fault
+    twin = read_one(ROW_SUM, where_sparse(HONEST["float32 in sequence"], 2.0**-20), seed)
+    assert not too_narrow(twin).fault
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -186,7 +214,7 @@ def test_tf32_operands_are_told_from_a_narrow_sum(seed: int) -> None:
         FLOAT32_MATMUL.output_dtypes,
     )
     narrow = read_one(downgraded, HONEST["float32 pairwise"], seed)
-    assert (narrow.accumulator, narrow.rounds, narrow.unbounded) == (TF32_OPERANDS, "operands", False)
+    assert (narrow.accumulator, narrow.rounds, narrow.unbounded) == (TF32_OPERANDS, OPERANDS, False)
     full = read_one(FLOAT32_MATMUL, HONEST["float32 pairwise"], seed)
     assert full.accumulator == FLOAT32
     assert too_narrow(narrow).fault and not too_narrow(full).fault
@@ -243,7 +271,7 @@ def test_sums_are_found_behind_other_structures(problem: Problem, contributions:
     honest = read_one(problem, HONEST["float32 in 128 lanes"])
     faulty = read_one(problem, FAULTY["bfloat16 in sequence"][0])
     assert (honest.accumulator, honest.contributions) == (FLOAT32, contributions)
-    assert (faulty.accumulator, faulty.rounds) == (BFLOAT16, "everywhere")
+    assert (faulty.accumulator, faulty.rounds) == (BFLOAT16, EVERY_CONTRIBUTION)
 
 
 def test_fp8_operands_show_a_14_bit_accumulator_and_no_more() -> None:
@@ -254,11 +282,17 @@ def test_fp8_operands_show_a_14_bit_accumulator_and_no_more() -> None:
         lambda: (torch.randn(4, 384).to(fp8), torch.randn(384, 12).to(fp8)),
     )
     promoted = read_one(problem, FAULTY["14 bits, promoted every 128"][0])
-    assert (promoted.accumulator, promoted.rounds) == (FP8_TENSOR_CORE, "inside blocks")
-    assert not too_narrow(promoted).fault  # as wide as fp8 tensor cores go
+    assert (promoted.accumulator, promoted.rounds, promoted.every) == (FP8_TENSOR_CORE, INSIDE_BLOCKS, 128)
+    assert not too_narrow(promoted, capability=(9, 0)).fault  # as wide as fp8 tensor cores of Hopper go
+    for elsewhere in (None, (8, 9), (10, 0)):
+        assert too_narrow(promoted, capability=elsewhere).fault
+    longer = replace(problem, inputs=lambda: (torch.randn(4, 1000).to(fp8), torch.randn(1000, 12).to(fp8)))
+    late = read_one(longer, lambda t: tensor_core(32, 14, 14, t, 256))
+    assert (late.rounds, late.every) == (INSIDE_BLOCKS, 256)
+    assert too_narrow(late, capability=(9, 0)).fault
     narrow = read_one(problem, FAULTY["14 bits"][0])
     honest = read_one(problem, HONEST["tensor core, truncating float32"])
-    assert narrow.accumulator == FP8_TENSOR_CORE and too_narrow(narrow).fault
+    assert narrow.accumulator == FP8_TENSOR_CORE and too_narrow(narrow, capability=(9, 0)).fault
     assert honest.bits is None and honest.at_least == 17  # the reach of float8_e4m3fn
     assert too_narrow(honest).verified and not too_narrow(honest).fault
 
@@ -286,7 +320,8 @@ def test_a_wrong_factor_is_not_called_an_accumulator() -> None:
     doubled = read_one(ROW_SUM, lambda t: 2 * pairwise(t))
     assert (doubled.accumulator, doubled.bits) == (NOT_DETERMINED, None)
     assert "wrong even without swamping" in doubled.sentence
-    assert not too_narrow(doubled).verified
+    assert doubled.wrong and not too_narrow(doubled).verified
+    assert not read_one(ROW_SUM, pairwise).wrong
 
 
 def test_a_deficient_reference_excuses_a_bounded_loss_only() -> None:
@@ -312,7 +347,7 @@ def test_a_deficient_reference_excuses_a_bounded_loss_only() -> None:
     )
     plan = planned(problem, 0)
     (native,) = fingerprints(read_probes(plan, lambda inputs: (problem.reference(*inputs),)))
-    assert (native.accumulator, native.rounds) == (BFLOAT16, "everywhere")
+    assert (native.accumulator, native.rounds) == (BFLOAT16, EVERY_CONTRIBUTION)
     verdicts = {
         kind: too_narrow(seen(plan, problem, accumulate)[0], native=native)
         for kind, accumulate in {

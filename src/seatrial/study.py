@@ -25,11 +25,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from seatrial.devices.base import Device
+    from seatrial.numerics.accumulators import Fingerprint
     from seatrial.numerics.compare import OutputReport
     from seatrial.numerics.envelope import Envelope, Graded
     from seatrial.numerics.growth import GrowthCase
     from seatrial.numerics.oracle import Oracle
-    from seatrial.numerics.probes import Fingerprint, ProbePlan
+    from seatrial.numerics.probes import ProbePlan
     from seatrial.numerics.trace import Trace
     from seatrial.trials.matrix import HonestRuns, Settings
 
@@ -285,6 +286,7 @@ class Study:
                 output_names=[s.name for s in self.problem.outputs],
                 input_names=[s.name for s in self.problem.inputs],
                 output_dtypes=self.stored_dtypes,
+                input_axes=[s.shape for s in self.problem.inputs],
                 placements=self.policy.probes,
                 seed=self.seed_for("probes"),
             ),
@@ -343,6 +345,29 @@ class Study:
         """Compare outputs (CPU tensors) with the oracle against the honest floor of this case."""
         placed = [self.device.to_device(t) for t in outputs]
         return self.envelope(case, contract).judge(placed, groups=self.contribution_groups(case))
+
+    def judge_inputs(self, inputs: Sequence[Value], outputs: Sequence[Tensor], words: str) -> tuple[OutputReport, ...]:
+        """The same for inputs of no case; `words` name them, for the seed of the honest samples."""
+        from seatrial.numerics.envelope import CONTRACTS, Envelope
+
+        placed = self.placed(inputs)
+        native = self.native_kernel(inputs)
+        envelope = Envelope.build(
+            self.oracle,
+            placed,
+            contract=CONTRACTS["TC"],
+            samples=self.policy.samples,
+            seed=self.seed_for("envelope", words),
+            dtypes=self.stored_dtypes,
+            native=None if native is None else [self.device.to_device(t) for t in native],
+        )
+        return envelope.judge([self.device.to_device(t) for t in outputs])
+
+    @cached_property
+    def capability(self) -> tuple[int, int] | None:
+        """Compute capability of the judged GPU; None where the device is none."""
+        major, dot, minor = self.device.facts().get("capability", "").partition(".")
+        return (int(major), int(minor)) if dot else None
 
     def native_falls_short(self, case: Case) -> bool:
         """True when the native reference itself fails the honest floor of this case."""

@@ -1,13 +1,17 @@
 """A sum that is carried in too few bits.
 
-What it shows      how many significant bits the running sum behind each output has, and where it rounds: everywhere,
-                   inside blocks, between tiles, in split-K partials
+What it shows      the accumulator behind each output, by name, and where it rounds: at every contribution, every so many
+                   terms, in partial sums, inside blocks, in operands (a float32 contract computed in TF32, say)
 Why it matters     beside a sum that has grown, small contributions round to zero: a token that occurs a thousand times
                    loses most of its gradient, and no tolerance on random inputs sees it
-How                swamping probes: +M, m and −M among zeros (and in small dense noise, so that a kernel cannot recognise
-                   them), whose exact answer m survives only if the accumulator holds M and m together; far, near and
-                   paired placements tell where it rounds. Equal contributions show where a sum stops growing, and the
-                   error against the number of contributions whether it is bounded
+How                swamping probes: +M, m and −M in dense noise too small to matter, so that a kernel cannot recognise
+                   them; the exact answer m survives only if the accumulator holds M and m together, and from where
+                   the three stand follows where it rounds. Equal contributions show where a sum stops growing, and the
+                   error against the number of contributions whether it is bounded. docs/numerics.md has the method
+                   and how often each accumulator is named right
+Policy             fewer bits than float32 are a fault, whether or not the accumulator could be named; excused are a bounded
+                   loss that the native reference has as well, and 14 bits for fp8 operands on Hopper (compute
+                   capability 9) where at most 128 terms are summed so
 What it misses     sums behind a nonlinearity have no exact probe; there the value checks are what speaks
 Cost               some tens of small calls per linear input
 """
@@ -15,15 +19,17 @@ Cost               some tens of small calls per linear input
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from seatrial.bench import Bench
 from seatrial.checks.base import Conclusion, Evidence, Example, Job, NotApplicable, failed, held, not_verified, where
-from seatrial.model import Finding, Growth, Outcome
+from seatrial.model import Finding, Growth, Outcome, Value
 from seatrial.study import Study
 
 if TYPE_CHECKING:
-    from seatrial.numerics.probes import Fingerprint
+    from torch import Tensor
+
+    from seatrial.numerics.accumulators import Fingerprint
 
 NAME = "narrow-accumulator"
 TITLE = "sums are carried in enough bits"
@@ -44,14 +50,16 @@ def plan(study: Study) -> Sequence[Job] | NotApplicable:
 
 def observe(bench: Bench, job: Job) -> Evidence:
     """Put every probe to the candidate, then let the number of contributions grow."""
-    from seatrial.numerics.probes import read_probes
+    from seatrial.numerics.probes import read_probes, wrong_sums
 
     case = job.cases[0]
     kernel = bench.kernel(case)
     readings = read_probes(bench.study.probe_plan, kernel)
     bench.progress("error growth", 0.8)
     growth = bench.study.growth(kernel) if any(r.bits is not None for r in readings) else ()
-    return Evidence(job, (), {"readings": readings, "growth": growth})
+    drawn = bench.study.inputs(case)
+    wrong = {w.output: (w.inputs, kernel(w.inputs)) for w in wrong_sums(bench.study.probe_plan, readings, drawn)}
+    return Evidence(job, (), {"readings": readings, "growth": growth, "wrong": wrong})
 
 
 def judge(study: Study, evidence: Sequence[Evidence]) -> Conclusion:
@@ -64,21 +72,56 @@ def judge(study: Study, evidence: Sequence[Evidence]) -> Conclusion:
     prints = fingerprints(readings)
     if not prints:
         return Conclusion([not_verified(NAME, "the candidate answered no probe", where=where(case))])
-    return Conclusion([_judge_output(study, f, growth) for f in prints], growth=growth)
+    wrong = evidence[0].extra.get("wrong", {})
+    findings = [_judge_wrong(study, f, *wrong[f.output]) if f.output in wrong else None for f in prints]
+    return Conclusion(
+        [w or _judge_output(study, f, growth) for w, f in zip(findings, prints, strict=True)], growth=growth
+    )
 
 
-def _judge_output(study: Study, fingerprint: Fingerprint, growth: Sequence[Growth]) -> Finding:
-    from seatrial.numerics.probes import too_narrow
+def _judge_wrong(
+    study: Study, fingerprint: Fingerprint, inputs: Sequence[Value], outputs: Sequence[Tensor] | None
+) -> Finding | None:
+    """A fault where the oracle and the honest floor say so on inputs as drawn; else what the bits say counts."""
+    if outputs is None:
+        return None
+    reports = study.judge_inputs(inputs, outputs, f"probes on {fingerprint.slot}")
+    report = next(r for r in reports if r.name == fingerprint.output)
+    if report.passed is not False:
+        return None
+    return failed(
+        NAME,
+        f"`{fingerprint.output}` is wrong where `{fingerprint.slot}` holds a few small numbers that any accumulator "
+        f"adds up: {report.got:.6g} where float64 gives {report.expected:.6g}"
+        if report.got is not None and report.expected is not None
+        else f"`{fingerprint.output}` is wrong where `{fingerprint.slot}` holds a few small numbers",
+        output=fingerprint.output,
+        cause="wrong-sum",
+        where=where(study.probe_case, index=report.worst_index, note=f"probes on `{fingerprint.slot}`"),
+        advice="Compare with the reference on inputs that are small but for a few elements.",
+        details=_details(fingerprint),
+    )
 
-    verdict = too_narrow(fingerprint, native=study.native_fingerprints.get(fingerprint.output))
-    details = {
+
+def _details(fingerprint: Fingerprint) -> dict[str, Any]:
+    return {
         "accumulator": fingerprint.accumulator,
+        "class": fingerprint.form if fingerprint.bits is not None else fingerprint.accumulator,
         "bits": fingerprint.bits,
         "rounds": fingerprint.rounds,
+        "every": fingerprint.every,
         "confidence": fingerprint.confidence,
         "contributions": fingerprint.contributions,
         "stops_at": fingerprint.stops_at,
     }
+
+
+def _judge_output(study: Study, fingerprint: Fingerprint, growth: Sequence[Growth]) -> Finding:
+    from seatrial.numerics.accumulators import OPERANDS, too_narrow
+
+    native = study.native_fingerprints.get(fingerprint.output)
+    verdict = too_narrow(fingerprint, native=native, capability=study.capability)
+    details = _details(fingerprint)
     place = where(study.probe_case, note=f"probes on `{fingerprint.slot}`")
     if not verdict.verified:
         return not_verified(NAME, verdict.reason, output=fingerprint.output, where=place, details=details)
@@ -92,7 +135,9 @@ def _judge_output(study: Study, fingerprint: Fingerprint, growth: Sequence[Growt
             allowed=24.0,
             unit="significant bits",
             where=place,
-            advice="Carry the sum in fp32 and round once when it is stored.",
+            advice="Keep the operands in the precision that the reference declares."
+            if fingerprint.rounds == OPERANDS
+            else "Carry the sum in fp32 and round once when it is stored.",
             details=details,
         )
     if verdict.reference_deficient:

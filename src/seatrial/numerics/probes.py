@@ -1,9 +1,13 @@
 """Swamping probes: how many bits a kernel's accumulator really keeps, and where it drops the rest.
 
-A sum is fed zeros except +M, m and −M. The exact answer is m, which any output dtype can show, so a
-bfloat16 output does not hide what happened inside: while the accumulator holds M it can keep m only
-if m is not below its last bit. The largest M/m that survives is the accumulator's precision. Where
-the three terms stand tells where the rounding happens: inside a block, between tiles, per partial.
+A sum is fed +M, m and −M, and next to nothing else. The exact answer is m, which any output dtype can
+show, so a bfloat16 output does not hide what happened inside: while the accumulator holds M it can keep
+m only if m is not below its last bit. The largest M/m that survives is the accumulator's precision.
+Where the three terms stand tells where the rounding happens (rounding_place.py).
+
+"Next to nothing" is dense noise of random signs, so far below m that it cannot change the answer: a
+kernel that counts non-zeros sees none of these inputs as sparse. One pattern adds ± pairs of m's own
+size, for a kernel that counts only what is large enough to matter.
 
 Which inputs act linearly, and which of their elements one output adds up with equal weights, is
 found on the fp64 oracle by asking, never by annotation. Scatter reductions are probed by pointing
@@ -27,6 +31,21 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 from torch import Tensor
 
+from seatrial.numerics.accumulators import (
+    CERTAIN,
+    FLOAT16,
+    LIKELY,
+    NARROW_BITS,
+    NOT_DETERMINED,
+    OPERANDS,
+    WHEN_DISGUISED,
+    Fingerprint,
+    is_unbounded,
+    name_of,
+    operands_of,
+    sentence_of,
+)
+from seatrial.numerics.rounding_place import NoAnswer, Place, Places, Questions, find_place
 from seatrial.numerics.trace import Fp64Reference, Reduction, Trace, exact_outputs, linear_slots, replaced
 
 if TYPE_CHECKING:
@@ -34,19 +53,15 @@ if TYPE_CHECKING:
 
 Call: TypeAlias = "Callable[[Sequence[Value]], tuple[Tensor, ...] | None]"
 
-PATTERNS = ("far", "near", "paired", "disguised")
-FLOAT32 = "float32"
-BFLOAT16 = "bfloat16"
-FLOAT16 = "float16"
-FP8_TENSOR_CORE = "14-bit (FP8 tensor core)"
-FLOAT64 = "float64"
-TF32_OPERANDS = "tf32 operands"
-NOT_DETERMINED = "not determined"
+PATTERNS = ("far", "near", "paired", "strided", "disguised")
 
 _CLOSE = 0.3  # a probe survives when the answer is within 30 % of exact: losing m altogether is 100 %
 _NEAR_SPAN = 4  # places within which the three terms of a near probe stand
 _FAR_PARTS = ((0.0, 0.25), (0.4, 0.6), (0.75, 1.0))  # of the sum, for the three terms of a far probe
-_DISGUISE_PAIRS = 4  # ± pairs of small terms around a disguised probe
+_DISGUISE_PAIRS = 8  # ± pairs of small terms around a disguised probe
+_NOISE_EXPONENT = 24  # noise is m·2⁻²⁴ where the slot's dtype reaches so far down
+_NOISE_DRIFT = 0.05  # of m: what a random walk over the noise of one sum may come to
+_LEAST_NOISE = 16  # noisy terms of a sum; fewer disguise nothing
 _LEAST_TERMS = 3
 _LEAST_REACH = 12  # a probe that cannot tell bfloat16 and float16 from more says nothing
 _ENOUGH_PLACEMENTS = 6  # without a loss on so many, the order of summation is no excuse
@@ -55,12 +70,13 @@ _MOST_ZEROED = 3  # other inputs set to zero one at a time, in search of uncoupl
 _MARKS = tuple(m * s for s in (1.0, 2.0, 4.0, 8.0) for m in (1.0, 1.25, 1.5, 1.75))
 _ENOUGH_LANES = 6  # more than this is no reason to go on looking
 _STAGNATION_COUNTS = (255, 256, 257, 300, 1000, 2049)
-_FLOAT64_BITS = 31  # as far as the probes reach; less was lost somewhere
-_FLOAT32_BITS = 23  # fp32 keeps 24; one is left for the rounding of a non-dyadic weight
-_SLACK_BITS = 3  # further bits that rounding of neighbouring terms may cost an honest fp32 sum
 _DISGUISED_BITS = 17  # rounding of the disguise itself costs an honest, truncating fp32 sum this far down
-_FLOAT64_REACH = 28  # a probe that reaches this far and loses nothing saw more than fp32
 _FIRST_EXPONENT = 3  # M/m = 8: lost already here means that the answer is wrong for another reason
+_BEYOND = 2  # powers of two beyond what the accumulator keeps, where its place of rounding is asked for
+_ROUNDS = 2  # times that a probe is repeated on a narrow kernel, whose order may change from call to call
+_RANGE = 2.0**17  # beyond float16's largest number, far within bfloat16's and TF32's
+_OPERAND_BITS = {torch.float32: 24, torch.bfloat16: 8, torch.float16: 11}
+_IO_ROUNDING_BITS = 3  # that rounding a term to its own dtype may cost an honest kernel whose factor is not dyadic
 
 
 @dataclass(frozen=True)
@@ -68,7 +84,7 @@ class ProbeReading:
     """What one pattern of probes read off one sum.
 
     slot, output   names of the probed input and of the output read
-    pattern        "far", "near", "paired", "disguised", "input precision" or "stagnation"
+    pattern        "far", "near", "paired", "strided", "disguised", "input precision", "stagnation" or "place"
     bits           effective significant bits, minimum over placements; None: no information
     contributions  terms that the probed output element adds up
     calls          calls of the kernel that this slot and output cost in all (on each of its readings)
@@ -76,8 +92,12 @@ class ProbeReading:
     reach          bits beyond which this probe cannot see, limited by the dtypes of slot and output
     placements     bits of each placement; None where nothing was lost: +M and −M met first, or the
                    accumulator keeps more than `reach`
+    wrong          placements whose answer is wrong although M/m is so small that nothing can be lost
     stops_at       stagnation only: the number of equal contributions at which the sum stops growing
+    short_range    input precision and place only: numbers beyond float16's range are lost (None: not asked)
+    place          place only: where the sum rounds, if it is narrow
     note           why there is no reading
+    over           the axes that are summed over, in words
     """
 
     slot: str
@@ -90,49 +110,12 @@ class ProbeReading:
     reach: int = 0
     placements: tuple[int | None, ...] = ()
     slot_dtype: torch.dtype | None = None
+    wrong: int = 0
     stops_at: int | None = None
+    short_range: bool | None = None
+    place: Place | None = None
     note: str = ""
-
-
-@dataclass(frozen=True)
-class Fingerprint:
-    """The accumulator behind one output, as the probes saw it.
-
-    accumulator  FLOAT32, BFLOAT16, FLOAT16, FP8_TENSOR_CORE, FLOAT64, TF32_OPERANDS or NOT_DETERMINED
-    bits         least effective bits over the patterns; None when nothing was lost or could be read
-    at_least     bits that no placement lost, when `bits` is None; None when nothing could be read
-    rounds       where bits are dropped: "everywhere", "inside blocks", "between tiles", "per partial",
-                 "operands", "when disguised" (bare probes are added up well, disguised ones are
-                 not), or "" for an accumulator of full width
-    confidence   "high", "medium" or "low"
-    unbounded    the error grows with the number of contributions (a running sum is held in few bits)
-    """
-
-    output: str
-    slot: str
-    accumulator: str
-    bits: int | None
-    at_least: int | None
-    rounds: str
-    confidence: str
-    contributions: int
-    unbounded: bool
-    stops_at: int | None
-    sentence: str
-    slot_dtype: torch.dtype | None = None
-
-
-@dataclass(frozen=True)
-class Narrowness:
-    """The verdict rule on one fingerprint: is this accumulator narrower than the contract allows?
-
-    `verified` is False when nothing could be read: then neither a fault nor its absence is shown.
-    """
-
-    verified: bool
-    fault: bool
-    reference_deficient: bool
-    reason: str
+    over: str = ""
 
 
 @dataclass(frozen=True)
@@ -152,7 +135,9 @@ class _Setting:
     slot: int
     output: int
     lanes: tuple[_Lane, ...]
+    axes: tuple[int, ...]
     where: str
+    noise_seed: int = 0
 
     @property
     def tensor(self) -> Tensor:
@@ -170,7 +155,7 @@ class _Placement:
     """One probe: places (in the lane's order) of +M, m and −M, and of the disguising pairs."""
 
     pattern: str
-    places: tuple[int, int, int]
+    places: Places
     noise: tuple[tuple[int, int, int], ...] = ()  # (place of +s, place of −s, s as a multiple of m)
 
 
@@ -189,15 +174,23 @@ _Batches: TypeAlias = "tuple[_Batch, ...]"
 
 @dataclass(frozen=True)
 class Sum:
-    """One slot feeding one output, with the probes that the oracle confirmed for it."""
+    """One slot feeding one output, with the probes that the oracle confirmed for it.
+
+    over      the axes that are summed over, in words
+    counts    (number of equal terms, the oracle's answer) for the question where the sum stops growing
+    seed      for the places that are asked for only when the sum turns out to be narrow
+    """
 
     slot: str
     output: str
+    over: str
     setting: _Setting
     batches: _Batches
     operand_batches: _Batches
+    counts: tuple[tuple[int, float], ...]
     largest_exponent: int
     output_dtype: torch.dtype
+    seed: int
 
 
 @dataclass(frozen=True)
@@ -211,6 +204,18 @@ class ProbePlan:
     unprobed: dict[str, str]
 
 
+@dataclass(frozen=True)
+class WrongSum:
+    """Inputs on which a kernel that answered a probe wrongly is to be judged like on any others.
+
+    The probed slot holds a plain probe (M/m = 8) and every other input is as drawn: a kernel that
+    relies on what ties its inputs together is not blamed for the neutral fill.
+    """
+
+    output: str
+    inputs: tuple[Value, ...]
+
+
 def probe_accumulators(
     oracle: Fp64Reference,
     inputs: Sequence[Value],
@@ -220,6 +225,7 @@ def probe_accumulators(
     output_names: Sequence[str],
     input_names: Sequence[str],
     output_dtypes: Sequence[torch.dtype],
+    input_axes: Sequence[Sequence[str] | None] = (),
     placements: int = 3,
     seed: int = 0,
 ) -> tuple[ProbeReading, ...]:
@@ -231,6 +237,7 @@ def probe_accumulators(
         output_names=output_names,
         input_names=input_names,
         output_dtypes=output_dtypes,
+        input_axes=input_axes,
         placements=placements,
         seed=seed,
     )
@@ -245,13 +252,15 @@ def plan_probes(
     output_names: Sequence[str],
     input_names: Sequence[str],
     output_dtypes: Sequence[torch.dtype],
+    input_axes: Sequence[Sequence[str] | None] = (),
     placements: int = 3,
     seed: int = 0,
 ) -> ProbePlan:
     """Find every probe-able sum of the reference and confirm its probes in fp64. Calls no kernel.
 
     `placements` is the number of random positions per pattern. `inputs` gives sizes and dtypes;
-    longer reductions read more. An output behind a nonlinearity goes to `unprobed`.
+    longer reductions read more. `input_axes` names the axes of each input, for the words about it.
+    An output behind a nonlinearity goes to `unprobed`.
     """
     rng = random.Random(seed)
     slots = linear_slots(oracle, inputs, seed=rng.randrange(2**31))
@@ -265,7 +274,11 @@ def plan_probes(
                 continue
             setting = _find_setting(oracle, inputs, slot, output, trace, input_names, rng)
             if setting is not None:
-                found += _plan_sum(oracle, setting, input_names[slot], name, output_dtypes[output], placements, rng)
+                axes = input_axes[slot] if slot < len(input_axes) else None
+                over = _axes_in_words(setting, axes, input_names[slot])
+                found += _plan_sum(
+                    oracle, setting, input_names[slot], name, over, output_dtypes[output], placements, rng
+                )
         sums += found
         if not mine:
             unprobed[name] = "no input acts linearly on it"
@@ -277,6 +290,22 @@ def plan_probes(
 def read_probes(plan: ProbePlan, call: Call) -> tuple[ProbeReading, ...]:
     """Put the planned probes to one kernel. `call` returns None where the kernel crashed or refused."""
     return tuple(reading for planned in plan.sums for reading in _read_sum(planned, call))
+
+
+def wrong_sums(plan: ProbePlan, readings: Sequence[ProbeReading], drawn: Sequence[Value]) -> tuple[WrongSum, ...]:
+    """Per output with a wrong answer, inputs to judge the kernel on; `drawn` are the problem's own inputs."""
+    found: dict[str, WrongSum] = {}
+    for planned in plan.sums:
+        if any(r.wrong and r.slot == planned.slot and r.output == planned.output for r in readings):
+            setting = planned.setting
+            like = setting.tensor
+            values = _probe_values(setting, planned.batches[0], _FIRST_EXPONENT).to(like.dtype).to(like.device)
+            levered = [
+                s if isinstance(s, Tensor) and not _is_float(s) else d
+                for s, d in zip(setting.inputs, drawn, strict=True)
+            ]
+            found.setdefault(planned.output, WrongSum(planned.output, tuple(replaced(levered, setting.slot, values))))
+    return tuple(found.values())
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -315,6 +344,13 @@ def _find_setting(
         if best is not None:
             break  # the indices as drawn put fewer terms on a row
     return best
+
+
+def _axes_in_words(setting: _Setting, names: Sequence[str] | None, slot: str) -> str:
+    """`K`, or `batch` × `seq`; the name of the slot where its axes have no names."""
+    summed = [names[a] for a in setting.axes] if names is not None and len(names) == setting.tensor.dim() else []
+    named = [n for n in summed if not n.isdigit()]
+    return " × ".join(f"`{n}`" for n in named) if named else f"`{slot}`"
 
 
 def _worth(setting: _Setting) -> tuple[int, int]:
@@ -410,7 +446,7 @@ def _longest_sum(
             element = int(elements[rng.randrange(elements.numel())])
             first = _Lane(lane, element, float(alone[element]))
             lanes = _lanes_beside(oracle, inputs, slot, output, first, start, axes, rng)
-            return _Setting(tuple(inputs), slot, output, lanes, "")
+            return _Setting(tuple(inputs), slot, output, lanes, axes, "", rng.randrange(2**31))
     return None
 
 
@@ -503,6 +539,7 @@ def _plan_sum(
     setting: _Setting,
     slot: str,
     output: str,
+    over: str,
     dtype: torch.dtype,
     placements: int,
     rng: random.Random,
@@ -520,9 +557,14 @@ def _plan_sum(
     again = _fill_batches(replace(setting, lanes=sound), wanted, rng)  # on lanes that have proved sound
     batches += _confirmed(oracle, setting, again, largest)
     operands: _Batches = ()
-    if setting.tensor.dtype == torch.float32:
-        operands = _confirmed_operands(oracle, setting, _fill_batches(setting, ["operands"] * placements, rng))
-    return [Sum(slot, output, setting, batches, operands, largest, dtype)]
+    if setting.tensor.dtype in _OPERAND_BITS:
+        near = _fill_batches(setting, ["near"] * placements, rng)
+        operands = _confirmed_operands(oracle, setting, near)
+    counts = _confirmed_counts(oracle, setting, dtype)
+    sound_setting = replace(setting, lanes=sound)
+    return [
+        Sum(slot, output, over, sound_setting, batches, operands, counts, largest, dtype, rng.randrange(2**31)),
+    ]
 
 
 def _largest_exponent(setting: _Setting, dtype: torch.dtype) -> int:
@@ -570,7 +612,7 @@ def _place(pattern: str, n: int, taken: set[int], rng: random.Random) -> _Placem
     return None
 
 
-def _three_places(pattern: str, n: int, rng: random.Random) -> tuple[int, int, int]:
+def _three_places(pattern: str, n: int, rng: random.Random) -> Places:
     """Places of +M, m, −M. In memory order the small term stands between the large ones."""
     if pattern == "near":
         start = rng.randrange(max(1, n - _NEAR_SPAN + 1))
@@ -579,6 +621,10 @@ def _three_places(pattern: str, n: int, rng: random.Random) -> tuple[int, int, i
     if pattern == "paired":
         first = rng.randrange(max(1, n // 2))
         return first, first + 1, rng.randrange(min(n - 1, first + 1 + max(1, n // 3)), n)
+    if pattern == "strided":  # a power of two as large as fits is a multiple of any smaller number of lanes
+        stride = 1 << ((n - 1) // 2).bit_length() - 1
+        first = rng.randrange(n - 2 * stride)
+        return first, first + stride, first + 2 * stride
     return tuple(min(n - 1, int(n * rng.uniform(*part))) for part in _FAR_PARTS)  # type: ignore[return-value]
 
 
@@ -590,13 +636,16 @@ def _disguise(n: int, taken: set[int], rng: random.Random) -> tuple[tuple[int, i
     return tuple((a, b, rng.choice((1, 2, 3))) for a, b in zip(places[::2], places[1::2], strict=True))
 
 
+# -- the values of a probe --------------------------------------------------------------------------
+
+
 def _probe_values(setting: _Setting, batch: Iterable[_Probe], k: int) -> Tensor:
-    """The slot's tensor (fp64, CPU) with every probe of the batch at M/m = 2ᵏ.
+    """The slot's tensor (fp64, CPU) with every probe of the batch at M/m = 2ᵏ, in noise.
 
     One k for all: where the reference mixes neighbours, each answer then stays the same multiple of m.
     """
-    x = torch.zeros(setting.tensor.numel(), dtype=torch.float64)
     large, small = _large_and_small(k)
+    x = _noise(setting, small)
     for probe in batch:
         positions = probe.lane.positions
         a, b, c = (int(positions[p]) for p in probe.placement.places)
@@ -611,12 +660,84 @@ def _large_and_small(k: int) -> tuple[float, float]:
     return large, large * 2.0**-k
 
 
+def _noise(setting: _Setting, small: float) -> Tensor:
+    """Flat values of random signs all over the slot, so small that they do not change an answer of about `small`.
+
+    Where the dtype reaches little further down than `small`, fewer of them; zeros if that leaves too few.
+    """
+    like = setting.tensor
+    lowest = _lowest_exponent(like.dtype)
+    exponent = min(_NOISE_EXPONENT, int(math.log2(small)) - lowest)
+    terms = setting.contributions
+    noisy = min(terms, (_NOISE_DRIFT * 2.0**exponent) ** 2) if exponent > 0 else 0
+    if noisy < min(_LEAST_NOISE, terms):
+        return torch.zeros(like.numel(), dtype=torch.float64)
+    generator = torch.Generator().manual_seed(setting.noise_seed)
+    chance = torch.rand(like.numel(), generator=generator, dtype=torch.float64) * (terms / noisy)
+    signs = (chance < 0.5).double() - ((chance >= 0.5) & (chance < 1.0)).double()
+    return signs * small * 2.0**-exponent
+
+
+def _lowest_exponent(dtype: torch.dtype) -> int:
+    """Power of two down to which every number is exact: subnormal ones where the normal range is short."""
+    info = torch.finfo(dtype)
+    return int(math.log2(info.smallest_normal * (info.eps if info.smallest_normal > 2.0**-20 else 1.0)))
+
+
+def _operand_values(setting: _Setting, batch: _Batch, k: int) -> Tensor:
+    """1 + 2⁻ᵏ and −1: their sum shows whether 2⁻ᵏ was kept."""
+    x = _noise(setting, 2.0**-k)
+    for probe in batch:
+        x[probe.lane.positions[probe.placement.places[0]]] = 1.0 + 2.0**-k
+        x[probe.lane.positions[probe.placement.places[1]]] = -1.0
+    return x.reshape(setting.tensor.shape)
+
+
+def _equal_values(setting: _Setting, count: int, value: float) -> Tensor:
+    """So many terms of this value at the head of the first lane."""
+    x = _noise(setting, value)
+    lane = setting.lanes[0].positions
+    x[lane] = 0.0
+    x[lane[:count]] = value
+    return x.reshape(setting.tensor.shape)
+
+
+def _between_values(setting: _Setting, plus: int, minus: int, small: float) -> Tensor:
+    """One and −1 at these places of the first lane, `small` on all others."""
+    x = _noise(setting, small)
+    lane = setting.lanes[0].positions
+    x[lane] = small
+    x[lane[plus]], x[lane[minus]] = 1.0, -1.0
+    return x.reshape(setting.tensor.shape)
+
+
+def _one_value(setting: _Setting, value: float) -> Tensor:
+    x = _noise(setting, value)
+    x[setting.lanes[0].positions[setting.contributions // 2]] = value
+    return x.reshape(setting.tensor.shape)
+
+
+# -- what the oracle says about them ----------------------------------------------------------------
+
+
 def _confirmed(oracle: Fp64Reference, setting: _Setting, batches: _Batches, largest: int) -> _Batches:
     """Only the probes whose answer the oracle shows to be about m at the hardest exponent."""
-    kept = []
     small = _large_and_small(largest)[1]
+    return _exact_ones(oracle, setting, batches, small, lambda batch: _probe_values(setting, batch, largest))
+
+
+def _confirmed_operands(oracle: Fp64Reference, setting: _Setting, batches: _Batches) -> _Batches:
+    """The same for probes of the operands, in units of 2⁻ᵏ."""
+    k = _OPERAND_BITS[setting.tensor.dtype] - 1
+    return _exact_ones(oracle, setting, batches, 2.0**-k, lambda batch: _operand_values(setting, batch, k))
+
+
+def _exact_ones(
+    oracle: Fp64Reference, setting: _Setting, batches: _Batches, small: float, values: Callable[[_Batch], Tensor]
+) -> _Batches:
+    kept = []
     for batch in batches:
-        answers = _ask(oracle, setting.inputs, setting.slot, _probe_values(setting, batch, largest), setting.output)
+        answers = _ask(oracle, setting.inputs, setting.slot, values(batch), setting.output)
         if answers is None:
             continue
         exact = [float(answers[p.lane.element]) / small for p in batch]
@@ -626,17 +747,21 @@ def _confirmed(oracle: Fp64Reference, setting: _Setting, batches: _Batches, larg
     return tuple(b for b in kept if b)
 
 
-def _confirmed_operands(oracle: Fp64Reference, setting: _Setting, batches: _Batches) -> _Batches:
-    """The same for probes of the operands, in units of 2⁻ᵏ."""
-    kept = []
-    for batch in batches:
-        answers = _ask(oracle, setting.inputs, setting.slot, _operand_values(setting, batch, 20), setting.output)
-        if answers is not None:
-            exact = [float(answers[p.lane.element]) * 2.0**20 for p in batch]
-            kept.append(
-                tuple(replace(p, exact=e) for p, e in zip(batch, exact, strict=True) if 0.5 < e / p.lane.weight < 1.5)
-            )
-    return tuple(b for b in kept if b)
+def _confirmed_counts(oracle: Fp64Reference, setting: _Setting, dtype: torch.dtype) -> tuple[tuple[int, float], ...]:
+    """Numbers of equal terms whose sum the reference lets grow and the output dtype can hold, with the exact sum.
+
+    A reference that clamps, or an output that overflows, stops growing rightly.
+    """
+    n, weight = setting.contributions, setting.lanes[0].weight
+    most = torch.finfo(dtype).max if dtype.is_floating_point else torch.iinfo(dtype).max
+    counts = []
+    for count in sorted({c for c in (*_STAGNATION_COUNTS, n) if c <= n}):
+        answers = _ask(oracle, setting.inputs, setting.slot, _equal_values(setting, count, 1.0), setting.output)
+        exact = None if answers is None else float(answers[setting.lanes[0].element])
+        if exact is None or abs(exact) > most or abs(exact / (weight * count) - 1) > 1e-3:
+            break
+        counts.append((count, exact))
+    return tuple(counts)
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -662,16 +787,29 @@ class _Kernel:
         flat = outputs[self._setting.output].detach().cpu().reshape(-1).to(torch.float64)
         return flat if flat.numel() > max(lane.element for lane in self._setting.lanes) else None
 
+    def must_answer(self, values: Tensor) -> Tensor:
+        """The same; raises NoAnswer."""
+        answers = self.answer(values)
+        if answers is None:
+            raise NoAnswer
+        return answers
+
+
+@dataclass(frozen=True)
+class _Bits:
+    """What a bisection read off one probe."""
+
+    bits: int | None
+    note: str = ""
+    wrong: bool = False
+
 
 def _read_sum(planned: Sum, call: Call) -> list[ProbeReading]:
     kernel = _Kernel(call, planned.setting)
-    by_pattern: dict[str, list[int | None]] = {}
-    notes: dict[str, str] = {}
+    by_pattern: dict[str, list[_Bits]] = {}
     for batch in planned.batches:
-        for probe, (bits, note) in zip(batch, _bisect(planned, batch, kernel), strict=True):
+        for probe, bits in zip(batch, _bisect(planned, batch, kernel), strict=True):
             by_pattern.setdefault(probe.placement.pattern, []).append(bits)
-            if note:
-                notes[probe.placement.pattern] = note
     blank = ProbeReading(
         planned.slot,
         planned.output,
@@ -682,14 +820,28 @@ def _read_sum(planned: Sum, call: Call) -> list[ProbeReading]:
         planned.setting.where,
         planned.largest_exponent + 1,
         slot_dtype=planned.setting.tensor.dtype,
+        over=planned.over,
     )
     readings = [
-        replace(blank, pattern=p, bits=_least(bits), placements=tuple(bits), note=notes.get(p, ""))
-        for p, bits in by_pattern.items()
+        replace(
+            blank,
+            pattern=pattern,
+            bits=_least(b.bits for b in found),
+            placements=tuple(b.bits for b in found),
+            note=next((b.note for b in found if b.note), ""),
+            wrong=sum(b.wrong for b in found),
+        )
+        for pattern, found in by_pattern.items()
     ]
     if planned.operand_batches:
         readings.append(_read_operands(planned, kernel, blank))
-    readings.append(_read_stagnation(planned, kernel, blank))
+    stagnation = _read_stagnation(planned, kernel, blank)
+    readings.append(stagnation)
+    narrow = _least(r.bits for r in readings if r.pattern in PATTERNS and r.pattern != "disguised")
+    if narrow is None or narrow >= NARROW_BITS:
+        narrow = _least(r.bits for r in readings if r.pattern == "disguised" and (r.bits or 0) < _DISGUISED_BITS)
+    if narrow is not None and narrow < NARROW_BITS:
+        readings.append(_read_place(planned, kernel, blank, narrow, stagnation.stops_at))
     return [replace(r, calls=kernel.calls) for r in readings]
 
 
@@ -697,7 +849,11 @@ def _least(bits: Iterable[int | None]) -> int | None:
     return min((b for b in bits if b is not None), default=None)
 
 
-def _bisect(planned: Sum, batch: _Batch, kernel: _Kernel) -> list[tuple[int | None, str]]:
+def _survives(probe: _Probe, answers: Tensor, k: int) -> bool:
+    return abs(float(answers[probe.lane.element]) / (probe.exact * _large_and_small(k)[1]) - 1) < _CLOSE
+
+
+def _bisect(planned: Sum, batch: _Batch, kernel: _Kernel) -> list[_Bits]:
     """Bits of each probe of the batch; every call tells all of them something.
 
     The least k that loses m counts: beyond it, what the rounding of a non-dyadic term leaves behind
@@ -710,9 +866,9 @@ def _bisect(planned: Sum, batch: _Batch, kernel: _Kernel) -> list[tuple[int | No
     while True:
         answers = kernel.answer(_probe_values(planned.setting, batch, k))
         if answers is None:
-            return [(None, "the kernel gave no answer to this probe")] * len(batch)
+            return [_Bits(None, "the kernel gave no answer to this probe")] * len(batch)
         for number, probe in enumerate(batch):
-            if abs(float(answers[probe.lane.element]) / (probe.exact * _large_and_small(k)[1]) - 1) < _CLOSE:
+            if _survives(probe, answers, k):
                 survived[number].add(k)
             else:
                 lost[number] = min(lost[number], k)
@@ -723,54 +879,139 @@ def _bisect(planned: Sum, batch: _Batch, kernel: _Kernel) -> list[tuple[int | No
         k = sum(undecided[0]) // 2
 
 
-def _bits_or_why(kept: int, lost: int, first: int, largest: int) -> tuple[int | None, str]:
+def _bits_or_why(kept: int, lost: int, first: int, largest: int) -> _Bits:
     if lost <= first:
-        return None, "the answer is wrong even without swamping"
-    return (None if lost > largest else kept + 1), ""
+        return _Bits(None, "the answer is wrong even without swamping", wrong=True)
+    return _Bits(None if lost > largest else kept + 1)
 
 
 def _read_operands(planned: Sum, kernel: _Kernel, blank: ProbeReading) -> ProbeReading:
-    """Precision of the operands themselves: 1 + 2⁻ᵏ and −1, whose sum shows whether 2⁻ᵏ was kept."""
-    blank = replace(blank, pattern="input precision")
-    kept = []
+    """Precision of the operands themselves, on neighbours, which a narrow sum between blocks leaves alone."""
+    blank = replace(blank, pattern="input precision", reach=_OPERAND_BITS[planned.setting.tensor.dtype])
+    kept: list[int | None] = []
     for batch in planned.operand_batches:
-        low, high = 0, 24
-        while high - low > 1:
-            k = (low + high) // 2
+        low, high = [0] * len(batch), [blank.reach] * len(batch)
+        while any(h - low_ > 1 for low_, h in zip(low, high, strict=True)):
+            k = next((low_ + h) // 2 for low_, h in zip(low, high, strict=True) if h - low_ > 1)
             answers = kernel.answer(_operand_values(planned.setting, batch, k))
             if answers is None:
                 return replace(blank, note="the kernel gave no answer to this probe")
-            survives = all(abs(float(answers[p.lane.element]) / (p.exact * 2.0**-k) - 1) < _CLOSE for p in batch)
-            low, high = (k, high) if survives else (low, k)
-        kept.append(low + 1 if low else None)
-    return replace(blank, bits=_least(kept), placements=tuple(kept))
+            for i, probe in enumerate(batch):
+                if abs(float(answers[probe.lane.element]) / (probe.exact * 2.0**-k) - 1) < _CLOSE:
+                    low[i] = max(low[i], k) if k < high[i] else low[i]
+                else:
+                    high[i] = min(high[i], k)
+                    low[i] = min(low[i], high[i] - 1)
+        kept += [low_ + 1 if low_ else None for low_ in low]
+    bits = max((b for b in kept if b is not None), default=None)
+    short = _short_range(planned, kernel) if bits is not None and 10 <= bits <= 12 else None
+    return replace(blank, bits=bits, placements=tuple(kept), short_range=short)
 
 
-def _operand_values(setting: _Setting, batch: _Batch, k: int) -> Tensor:
-    x = torch.zeros(setting.tensor.numel(), dtype=torch.float64)
-    for probe in batch:
-        x[probe.lane.positions[probe.placement.places[0]]] = 1.0 + 2.0**-k
-        x[probe.lane.positions[probe.placement.places[1]]] = -1.0
-    return x.reshape(setting.tensor.shape)
+def _short_range(planned: Sum, kernel: _Kernel) -> bool | None:
+    """Whether a number beyond float16's range is lost; None where slot or output could not carry it anyway."""
+    lane = planned.setting.lanes[0]
+    if min(_reach(planned.setting.tensor.dtype)[0], _reach(planned.output_dtype)[0]) < 40 or lane.weight > 2.0**20:
+        return None
+    answers = kernel.answer(_one_value(planned.setting, _RANGE))
+    if answers is None:
+        return None
+    return not abs(float(answers[lane.element]) / (lane.weight * _RANGE) - 1) < _CLOSE
 
 
 def _read_stagnation(planned: Sum, kernel: _Kernel, blank: ProbeReading) -> ProbeReading:
     """Equal terms, ever more of them: where does the sum stop growing?"""
-    n, lane = planned.setting.contributions, planned.setting.lanes[0]
-    counts = [c for c in (*_STAGNATION_COUNTS, n) if c <= n]
-    previous, stops_at = 0.0, None
-    for count in sorted(set(counts)):
-        x = torch.zeros(planned.setting.tensor.numel(), dtype=torch.float64)
-        x[lane.positions[:count]] = 1.0
-        answers = kernel.answer(x.reshape(planned.setting.tensor.shape))
+    blank = replace(blank, pattern="stagnation")
+    lane = planned.setting.lanes[0]
+    previous = 0.0
+    counts = planned.counts
+    if counts:
+        answers = kernel.answer(_equal_values(planned.setting, counts[-1][0], 1.0))
+        if answers is not None and float(answers[lane.element]) / counts[-1][1] >= 0.9:
+            return blank  # all of them are there
+    for count, exact in counts:
+        answers = kernel.answer(_equal_values(planned.setting, count, 1.0))
         if answers is None:
-            return replace(blank, pattern="stagnation", note="the kernel gave no answer to this probe")
-        got = float(answers[lane.element]) / lane.weight
+            return replace(blank, note="the kernel gave no answer to this probe")
+        got = float(answers[lane.element]) * count / exact
         if got < 0.9 * count and got <= 1.05 * max(previous, 1.0) and previous > 0:
-            stops_at = round(got)
-            break
+            return _stalled_or_saturated(planned, kernel, blank, count, got)
         previous = got
-    return replace(blank, pattern="stagnation", stops_at=stops_at)
+    return blank
+
+
+def _stalled_or_saturated(planned: Sum, kernel: _Kernel, blank: ProbeReading, count: int, got: float) -> ProbeReading:
+    """A carry stands still at the same count whatever the terms are worth; a clamp stops at a value."""
+    lane = planned.setting.lanes[0]
+    answers = kernel.answer(_equal_values(planned.setting, count, 0.125))
+    scaled = None if answers is None else 8 * float(answers[lane.element]) / lane.weight
+    if scaled is not None and abs(scaled - got) <= 0.1 * abs(got):
+        return replace(blank, stops_at=round(got))
+    return replace(blank, note=f"the sum saturates at {got * lane.weight:.6g}, which no accumulator's width explains")
+
+
+def _read_place(planned: Sum, kernel: _Kernel, blank: ProbeReading, bits: int, stops_at: int | None) -> ProbeReading:
+    """Where the narrow sum rounds, and once more how many bits it keeps: its order may change from call to call."""
+    blank = replace(blank, pattern="place")
+    try:
+        bits = _fewest_bits(planned, kernel, bits)
+        k = min(planned.largest_exponent, bits + _BEYOND)
+        questions = Questions(
+            terms=planned.setting.contributions,
+            beside=len(planned.setting.lanes),
+            kept=lambda triples: _kept(planned, kernel, triples, k),
+            share=lambda plus, minus: _share(planned, kernel, plus, minus, bits),
+        )
+        stalled = stops_at is not None and stops_at <= 1.5 * 2**bits
+        place = find_place(questions, random.Random(planned.seed), stands_still=stalled)
+        short = _short_range(planned, kernel) if 10 <= bits <= 12 else None
+    except NoAnswer:
+        return replace(blank, note="the kernel gave no answer to this probe")
+    return replace(blank, bits=bits, place=place, short_range=short)
+
+
+def _fewest_bits(planned: Sum, kernel: _Kernel, bits: int) -> int:
+    """Bits below which no placement loses anything, asked twice."""
+    setting = planned.setting
+    bare = tuple(tuple(p for p in batch if p.placement.pattern != "disguised") for batch in planned.batches)
+    while bits > _FIRST_EXPONENT + 1:
+        for batch in [b for b in bare if b] * _ROUNDS:
+            answers = kernel.must_answer(_probe_values(setting, batch, bits - 1))
+            if not all(_survives(p, answers, bits - 1) or not _survives_at_all(p, answers) for p in batch):
+                bits -= 1
+                break
+        else:
+            return bits
+    return bits
+
+
+def _survives_at_all(probe: _Probe, answers: Tensor) -> bool:
+    """False for an answer that is no number: a wrong kernel, of which a bit count says nothing."""
+    return math.isfinite(float(answers[probe.lane.element]))
+
+
+def _kept(planned: Sum, kernel: _Kernel, triples: Sequence[Places], k: int) -> list[bool]:
+    """Whether m survives with +M, m and −M on these places, as many questions a call as there are lanes."""
+    setting, kept = planned.setting, []
+    exact = {id(p.lane): p.exact for batch in planned.batches for p in batch}
+    for start in range(0, len(triples), len(setting.lanes)):
+        batch = tuple(
+            _Probe(lane, _Placement("place", places), exact[id(lane)])
+            for lane, places in zip(setting.lanes, triples[start : start + len(setting.lanes)], strict=False)
+        )
+        answers = kernel.must_answer(_probe_values(setting, batch, k))
+        kept += [abs(float(answers[p.lane.element]) / (p.exact * _large_and_small(k)[1]) - 1) < 0.5 for p in batch]
+    return kept
+
+
+def _share(planned: Sum, kernel: _Kernel, plus: int, minus: int, bits: int) -> float:
+    """What is left of small terms, each three eighths of half the last bit that a sum with M in it has.
+
+    Not nearer to that bit: a weight that is no power of two moves it by up to two.
+    """
+    small, lane = 1.5 * 2.0 ** -(bits + 2), planned.setting.lanes[0]
+    answers = kernel.must_answer(_between_values(planned.setting, plus, minus, small))
+    return float(answers[lane.element]) / (lane.weight * small * (planned.setting.contributions - 2))
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -786,42 +1027,58 @@ def fingerprints(readings: Sequence[ProbeReading]) -> tuple[Fingerprint, ...]:
 def _fingerprint_of_output(readings: Sequence[ProbeReading]) -> Fingerprint:
     slots = dict.fromkeys(r.slot for r in readings)
     candidates = [_fingerprint([r for r in readings if r.slot == s]) for s in slots]
-    return min(candidates, key=lambda f: (f.bits is None, f.bits or 0))
+    seen = min(candidates, key=lambda f: (f.bits is None, f.bits or 0))
+    return replace(seen, wrong=any(f.wrong for f in candidates))
 
 
 def _fingerprint(readings: Sequence[ProbeReading]) -> Fingerprint:
     some = readings[0]
     patterns = {r.pattern: r for r in readings}
     swamped = [r for r in readings if r.pattern in PATTERNS]
-    placements = [b for r in swamped for b in r.placements]
-    bits = _least(r.bits for r in swamped if r.pattern != "disguised")
-    hidden = _hidden_bits(bits, patterns)
-    bits = hidden or bits
-    lossless = bits is None and len(placements) >= _ENOUGH_PLACEMENTS and not any(r.note for r in swamped)
-    at_least = some.reach if lossless else None
-    accumulator = _named(bits, at_least)
-    rounds = ""
-    if bits is not None and accumulator != FLOAT32:
-        rounds = "when disguised" if hidden else _rounds(patterns)
-    operands = patterns["input precision"].bits if "input precision" in patterns else None
-    if accumulator in (FLOAT32, FLOAT64) and operands is not None and operands < _FLOAT32_BITS - _SLACK_BITS:
-        accumulator, rounds, bits, at_least = TF32_OPERANDS, "operands", operands, None
+    bare = _least(r.bits for r in swamped if r.pattern != "disguised")
+    hidden = _hidden_bits(bare, patterns)
+    placed = patterns.get("place")
+    bits = hidden or (placed.bits if placed is not None and placed.bits is not None else bare)
+    lossless = bits is None and sum(len(r.placements) for r in swamped) >= _ENOUGH_PLACEMENTS
+    at_least = some.reach if lossless and not any(r.note for r in swamped) else None
+    accumulator, rounds, every = name_of(bits, at_least), "", None
+    confidence = _confidence([b for r in swamped for b in r.placements if b is not None])
+    narrow = bits is not None and bits < NARROW_BITS
+    if narrow:
+        rounds, every, confidence = _rounds(placed, confidence, hidden=hidden is not None)
+        accumulator = _within_range(accumulator, placed)
+    operands = patterns.get("input precision")
+    if not narrow and operands is not None and _is_narrow_operand(operands):
+        assert operands.bits is not None
+        accumulator, rounds, bits, at_least = (
+            operands_of(operands.bits, short_range=operands.short_range),
+            OPERANDS,
+            operands.bits,
+            None,
+        )
+        confidence = CERTAIN if len(set(operands.placements)) == 1 else LIKELY
+    if accumulator == NOT_DETERMINED:
+        confidence = NOT_DETERMINED
     stops_at = patterns["stagnation"].stops_at if "stagnation" in patterns else None
     print_ = Fingerprint(
         output=some.output,
         slot=some.slot,
+        over=some.over or f"`{some.slot}`",
         accumulator=accumulator,
         bits=bits,
         at_least=at_least,
         rounds=rounds,
-        confidence=_confidence(placements),
+        every=every,
+        confidence=confidence,
         contributions=some.contributions,
-        unbounded=stops_at is not None or rounds in ("everywhere", "between tiles", "when disguised"),
+        unbounded=stops_at is not None or is_unbounded(rounds) or (narrow and not rounds),
         stops_at=stops_at,
+        wrong=any(r.wrong for r in readings),
         sentence="",
         slot_dtype=some.slot_dtype,
     )
-    return replace(print_, sentence=_sentence(print_, next((r.note for r in readings if r.note), "")))
+    why = next((r.note for r in readings if r.wrong), "") or next((r.note for r in readings if r.note), "")
+    return replace(print_, sentence=sentence_of(print_, why))
 
 
 def _hidden_bits(bare: int | None, patterns: dict[str, ProbeReading]) -> int | None:
@@ -832,93 +1089,24 @@ def _hidden_bits(bare: int | None, patterns: dict[str, ProbeReading]) -> int | N
     return disguised
 
 
-def _named(bits: int | None, at_least: int | None) -> str:
-    if bits is None:
-        return FLOAT64 if at_least is not None and at_least >= _FLOAT64_REACH else NOT_DETERMINED
-    for low, high, name in ((7, 9, BFLOAT16), (10, 12, FLOAT16), (13, 15, FP8_TENSOR_CORE), (20, 27, FLOAT32)):
-        if low <= bits <= high:
-            return name
-    return NOT_DETERMINED
+def _rounds(placed: ProbeReading | None, confidence: str, *, hidden: bool) -> tuple[str, int | None, str]:
+    if hidden:
+        return WHEN_DISGUISED, None, LIKELY
+    if placed is None or placed.place is None:
+        return "", None, LIKELY
+    return placed.place.rounds, placed.place.every, confidence if placed.place.sure else LIKELY
 
 
-def _rounds(patterns: dict[str, ProbeReading]) -> str:
-    """Where bits go: from which placements lose the small term."""
-    far, near = (_typically_narrow(patterns.get(p)) for p in ("far", "near"))
-    if far and near:
-        return "everywhere"
-    if near:
-        return "inside blocks"
-    return "between tiles" if far else "per partial"
+def _within_range(accumulator: str, placed: ProbeReading | None) -> str:
+    """11 bits with more than float16's range are no float16, whatever else they are."""
+    wide = placed is not None and placed.short_range is False
+    return NOT_DETERMINED if wide and accumulator == FLOAT16 else accumulator
 
 
-def _typically_narrow(reading: ProbeReading | None) -> bool:
-    """Most placements: a near probe may straddle a border, a far one may fall into one block."""
-    if reading is None or not reading.placements:
-        return False
-    narrow = [b is not None and b < _FLOAT32_BITS - _SLACK_BITS for b in reading.placements]
-    return sum(narrow) * 2 > len(narrow)
+def _is_narrow_operand(reading: ProbeReading) -> bool:
+    allowed = NARROW_BITS if reading.reach > NARROW_BITS else reading.reach - _IO_ROUNDING_BITS + 1
+    return reading.bits is not None and reading.bits < allowed
 
 
-def _confidence(placements: Sequence[int | None]) -> str:
-    informative = sum(b is not None for b in placements)
-    return "high" if informative >= 6 else "medium" if informative >= 3 else "low"
-
-
-def _sentence(seen: Fingerprint, why_not: str) -> str:
-    sums = f"`{seen.output}` sums over `{seen.slot}`"
-    if seen.accumulator == FLOAT64:
-        return f"{sums} without loss on any probe: float64, or an exact order"
-    if seen.at_least is not None:
-        return f"{sums} with {seen.at_least} significant bits or more, which is all that its inputs can show"
-    if seen.bits is None:
-        why = why_not or "+M and −M met first on every placement"
-        return f"the accumulator of `{seen.output}` over `{seen.slot}` could not be read: {why}"
-    kind = {
-        "everywhere": "a {} carry",
-        "inside blocks": "{} inside blocks, wider between them",
-        "between tiles": "a {} carry between tiles, wider inside them",
-        "per partial": "{} partial sums, wider inside them",
-        "operands": "{}",
-        "when disguised": "a {} accumulator that a bare probe does not get to see",
-        "": "a {} accumulator",
-    }[seen.rounds].format(seen.accumulator if seen.accumulator != NOT_DETERMINED else "narrow")
-    stall = f" that stops growing after {seen.stops_at} equal contributions" if seen.stops_at is not None else ""
-    return f"{sums} with about {seen.bits} significant bits: {kind}{stall}"
-
-
-def _is_promoted_fp8(seen: Fingerprint) -> bool:
-    """14-bit blocks of fp8 products that are added up in fp32: as wide as the hardware goes."""
-    fp8 = seen.slot_dtype is not None and seen.slot_dtype.itemsize == 1
-    return fp8 and seen.accumulator == FP8_TENSOR_CORE and seen.rounds == "inside blocks"
-
-
-def too_narrow(
-    fingerprint: Fingerprint, *, native: Fingerprint | None = None, declared: torch.dtype = torch.float32
-) -> Narrowness:
-    """The verdict rule on one output's accumulator.
-
-    `declared` is the accumulation dtype that the reference's contract states: float32 for sums in
-    fp32 and, because PyTorch sums bfloat16 and float16 in fp32, for those too. `native` is the same
-    reading on the native reference. Fewer bits than both the contract and the native reference is a
-    fault. A native reference that is as narrow is deficient: then a bounded loss is excused, but a
-    carry whose error grows with the number of terms is a fault whatever the native reference does.
-    14 bits are allowed to fp8 operands as long as blocks of them are added up in wider sums.
-    """
-    if fingerprint.bits is None:
-        return Narrowness(fingerprint.at_least is not None, False, False, fingerprint.sentence)
-    contract = _FLOAT64_BITS if declared == torch.float64 else _FLOAT32_BITS
-    floor = contract - _SLACK_BITS
-    native_bits = native.bits if native is not None and native.bits is not None else contract
-    deficient = native_bits < floor
-    if fingerprint.bits >= floor:
-        return Narrowness(True, False, deficient, fingerprint.sentence)
-    if _is_promoted_fp8(fingerprint):
-        reason = f"{fingerprint.sentence}; fp8 tensor cores do so, and wider sums outside the blocks bound the loss"
-        return Narrowness(True, False, deficient, reason)
-    if not deficient or fingerprint.bits < native_bits - 1:
-        return Narrowness(True, True, deficient, fingerprint.sentence)
-    if fingerprint.unbounded:
-        reason = f"{fingerprint.sentence}; the native reference does so too, but such an error has no bound"
-        return Narrowness(True, True, True, reason)
-    reason = f"{fingerprint.sentence}; the native reference is as narrow, and the loss is bounded"
-    return Narrowness(True, False, True, reason)
+def _confidence(informative: Sequence[int]) -> str:
+    return CERTAIN if len(informative) >= 4 else LIKELY
