@@ -1,0 +1,118 @@
+"""Inputs aimed at one fault: float inputs get other shapes and sizes, step by step, as long as the fault shows more.
+
+An aim is a form and a power of two per input. It is the declared draw changed within its domain, as a recipe is, and
+touches only inputs whose role allows other values.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Generator, Tensor
+
+from seatrial.inputs import changes
+from seatrial.inputs.changes import Change
+from seatrial.inputs.domain import is_structured, keep_domain
+from seatrial.inputs.recipes import Recipe
+from seatrial.inputs.roles import CARRIES_SIGNAL, Role, roles
+from seatrial.model import Problem, Value
+from seatrial.study import AIMED
+
+MOVABLE = (*CARRIES_SIGNAL, Role.WEIGHT, Role.NORM_WEIGHT)
+LOW, HIGH = -10, 6  # powers of two
+COVERED = 4.0  # large elements per column of a sparse draw, on average
+
+
+def sparse(values: Tensor, generator: Generator) -> Tensor:
+    """A few large elements per row among small ones, so that each column holds one somewhere."""
+    columns = values.shape[-1] if values.dim() else 1
+    rows = max(1, values.numel() // max(1, columns))
+    share = min(0.5, max(COVERED / rows, 1.0 / max(1, columns)))
+    large = torch.rand(values.shape, generator=generator) < share
+    return torch.where(large, values * changes.SENTINEL, values)
+
+
+def _as_drawn(values: Tensor, generator: Generator) -> Tensor:
+    return values
+
+
+def _absolute(values: Tensor, generator: Generator) -> Tensor:
+    return values.abs()
+
+
+FORMS: Mapping[str, Change] = {
+    "as drawn": _as_drawn,
+    "sparse": sparse,
+    "without signs": _absolute,
+    "heavy-tailed": changes.heavy_tail,
+    "shifted": changes.shifted,
+    "outliers": changes.outlier_channels,
+    "few rows": changes.few_rows_of_one_sign,
+    "uneven rows": changes.uneven_rows,
+    "from a normal": changes.nonunit,
+}
+
+
+@dataclass(frozen=True)
+class Aim:
+    """Per input: a form and a power of two. `salt` draws the same form anew."""
+
+    forms: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    salt: int = 0
+
+    @property
+    def name(self) -> str:
+        parts = [f"{n} {form}" + (f" times 2^{power}" if power else "") for n, (form, power) in self.forms.items()]
+        return AIMED + ", ".join(parts) + (f", draw {self.salt}" if self.salt else "")
+
+    def recipe(self) -> Recipe:
+        """The aim as a recipe."""
+
+        def apply(inputs: Mapping[str, Value], seed: int) -> dict[str, Value]:
+            generator = Generator().manual_seed(seed)
+            changed = dict(inputs)
+            for name, (form, power) in self.forms.items():
+                changed[name] = _changed(inputs[name], form, power, generator)
+            return changed
+
+        return Recipe(self.name, self.name.removeprefix(AIMED), apply)
+
+
+def _changed(declared: Value, form: str, power: int, generator: Generator) -> Value:
+    if not isinstance(declared, Tensor) or declared.numel() == 0:
+        return declared
+    wide = declared.to(torch.float64 if declared.dtype == torch.float64 else torch.float32)
+    moved = FORMS[form](wide, generator) * 2.0**power
+    if form == "from a normal":
+        return moved.to(declared.dtype).contiguous()
+    return keep_domain(moved, declared)
+
+
+def movable(problem: Problem, drawn: Mapping[str, Value]) -> tuple[str, ...]:
+    """Float inputs that an aim may change."""
+    role = roles(problem)
+    return tuple(
+        spec.name
+        for spec in problem.inputs
+        if role[spec.name] in MOVABLE
+        and spec.dtype.startswith(("float16", "float32", "float64", "bfloat"))
+        and isinstance(value := drawn[spec.name], Tensor)
+        and value.numel() > 1
+        and (role[spec.name] is Role.NORM_WEIGHT or not is_structured(value))
+    )
+
+
+def nudged(aim: Aim, names: tuple[str, ...], norms: frozenset[str], dice: random.Random) -> Aim:
+    """A neighbour of an aim: another form or size for one input, or another draw."""
+    if dice.random() < 0.15:
+        return replace(aim, salt=dice.randrange(1, 1000))
+    name = dice.choice(names)
+    form, power = aim.forms.get(name, ("as drawn", 0))
+    if dice.random() < 0.5:
+        form = dice.choice([f for f in FORMS if f != "from a normal" or name in norms])
+    else:
+        power = min(HIGH, max(LOW, power + dice.choice((-5, -3, -2, -1, 1, 2, 3))))
+    return replace(aim, forms={**aim.forms, name: (form, power)})
