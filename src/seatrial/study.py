@@ -68,6 +68,7 @@ class Study:
         self.device = device
         self.seed = seed
         self.extra_recipes: list[str] = []  # what exposed faults that the policy's own inputs did not
+        self.extra_sizes: list[Workload] = []
         self._cache: OrderedDict[Any, tuple[Any, int]] = OrderedDict()
 
     # -- seeds and cases ----------------------------------------------------------------------------
@@ -137,12 +138,13 @@ class Study:
         """Workloads at sizes that the problem does not list."""
         ceiling = CUDA_ELEMENTS if self.device.name.startswith("cuda") else CPU_ELEMENTS
         largest = max(self.elements(w) for w in self.audited)
-        return other_sizes(
+        others = other_sizes(
             self.problem,
             count=self.policy.sizes,
             seed=self.seed_for("sizes"),
             ceiling_elements=min(ceiling, max(2 * largest + 1024, SMALL_ELEMENTS)),
         )
+        return (*others, *self.extra_sizes)
 
     def _afford(self, workload: Workload) -> None:
         """Raises TooLarge before this machine runs out of memory: the operating system would kill us without a word."""

@@ -65,7 +65,7 @@ class Aim:
 
     @property
     def name(self) -> str:
-        parts = [f"{n} {form}" + (f" times 2^{power}" if power else "") for n, (form, power) in self.forms.items()]
+        parts = [f"{name}{_form_words(form, power)}" for name, (form, power) in self.forms.items()]
         return AIMED + ", ".join(parts) + (f", draw {self.salt}" if self.salt else "")
 
     def recipe(self) -> Recipe:
@@ -81,7 +81,13 @@ class Aim:
         return Recipe(self.name, self.name.removeprefix(AIMED), apply)
 
 
+def _form_words(form: str, power: int) -> str:
+    return (f" {form}" if form != "as drawn" or not power else "") + (f" times 2^{power}" if power else "")
+
+
 def _changed(declared: Value, form: str, power: int, generator: Generator) -> Value:
+    if isinstance(declared, float):
+        return declared * 2.0**power
     if not isinstance(declared, Tensor) or declared.numel() == 0:
         return declared
     wide = declared.to(torch.float64 if declared.dtype == torch.float64 else torch.float32)
@@ -105,13 +111,21 @@ def movable(problem: Problem, drawn: Mapping[str, Value]) -> tuple[str, ...]:
     )
 
 
-def nudged(aim: Aim, names: tuple[str, ...], norms: frozenset[str], dice: random.Random) -> Aim:
-    """A neighbour of an aim: another form or size for one input, or another draw."""
+def scalars(problem: Problem, drawn: Mapping[str, Value]) -> tuple[str, ...]:
+    """Float scalars, which have a size and no form."""
+    return tuple(s.name for s in problem.inputs if s.shape is None and type(drawn[s.name]) is float and drawn[s.name])
+
+
+def nudged(aim: Aim, names: tuple[str, ...], norms: frozenset[str], free: frozenset[str], dice: random.Random) -> Aim:
+    """A neighbour of an aim: another form or size for one input, or another draw.
+
+    `norms` are weights of a norm, which any value becomes; `free` are scalars, which have no form.
+    """
     if dice.random() < 0.15:
         return replace(aim, salt=dice.randrange(1, 1000))
     name = dice.choice(names)
     form, power = aim.forms.get(name, ("as drawn", 0))
-    if dice.random() < 0.5:
+    if name not in free and dice.random() < 0.5:
         form = dice.choice([f for f in FORMS if f != "from a normal" or name in norms])
     else:
         power = min(HIGH, max(LOW, power + dice.choice((-5, -3, -2, -1, 1, 2, 3))))

@@ -73,9 +73,8 @@ def carried_scatter(base: Tensor, index: Tensor, rows: Tensor, dtype: torch.dtyp
     part = rank // step
     for number in range(int(part.max()) + 1 if index.numel() else 0):
         chosen = part == number
-        touched, place = index[chosen].unique(return_inverse=True)
+        touched, place = torch.unique(index[chosen], return_inverse=True)
         partial = torch.zeros((touched.numel(), *rows.shape[1:]), dtype=rows.dtype, device=rows.device)
         partial.index_add_(0, place, rows[chosen])
         total[touched] = rounded(total[touched] + partial, dtype)
     return total
-

@@ -61,7 +61,8 @@ class Call:
             else:
                 positional.append(value)
         out = self.func(*positional, **named)
-        return out if isinstance(out, Tensor) else out[0]
+        first: Tensor = out if isinstance(out, Tensor) else out[0]
+        return first
 
 
 @dataclass(frozen=True)
@@ -211,9 +212,10 @@ def _constant(call: Call) -> str | None:
     """The argument that holds a number worth getting wrong: finite, and neither nought nor one."""
     for name in CONSTANTS:
         value = call.arguments.get(name)
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            if math.isfinite(value) and abs(value) not in (0, 1):
-                return name
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        if math.isfinite(value) and abs(value) not in (0, 1):
+            return name
     return None
 
 
@@ -275,9 +277,10 @@ def _other_correction(call: Call) -> Tensor:
 
 
 def _softmax_without_maximum(call: Call) -> Tensor:
-    powers = call.tensor().to(torch.float32).exp() if call.dtype == torch.float32 else call.tensor().exp()
-    total = powers.sum(call.arguments["dim"], keepdim=True)
-    return powers / total if call.op == "_softmax" else (powers / total).log()
+    x = call.tensor()
+    powers = x.to(torch.float32).exp() if call.dtype == torch.float32 else x.exp()
+    shares: Tensor = powers / powers.sum(call.arguments["dim"], keepdim=True)
+    return shares if call.op == "_softmax" else shares.log()
 
 
 def _is_long(call: Call) -> bool:
@@ -358,7 +361,9 @@ def _overwritten(call: Call) -> Tensor:
 
 def _contribution_lost(call: Call) -> Tensor:
     """One of the contributions counts as zero."""
-    name = {"embedding_dense_backward": "grad_output", "index_put": "values", "scatter_add": "src"}.get(call.op, "source")
+    name = {"embedding_dense_backward": "grad_output", "index_put": "values", "scatter_add": "src"}.get(
+        call.op, "source"
+    )
     index, terms = _index_of(call), call.tensor(name)
     assert index is not None
     axis = call.arguments.get("dim", 0) if call.op in ("index_add", "scatter_add") else 0
@@ -410,7 +415,7 @@ def _branch(name: str) -> Callable[[Call], Tensor]:
     def plant(call: Call) -> Tensor:
         taken = call.arguments[name]
         value = taken if isinstance(taken, Tensor) else torch.tensor(taken)
-        return value.expand(torch.broadcast_shapes(value.shape, call.tensor("condition").shape, call.shape)).clone()
+        return value.expand(call.shape).clone()
 
     return plant
 

@@ -58,7 +58,7 @@ class Mutant:
     """The reference with one fault.
 
     `site` and `kind` name an altered operation; where they are None, `change` alters the inputs instead (a size or
-    scalar that is compiled in).
+    scalar that is compiled in; `axis` is the one whose length is).
     """
 
     name: str
@@ -67,6 +67,7 @@ class Mutant:
     kind: Kind | None = None
     seed: int = 0
     change: Callable[[Sequence[Value]], list[Value]] | None = None
+    axis: str = ""
 
     @property
     def is_carry(self) -> bool:
@@ -150,7 +151,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leave
         return Site(op, line, count), file
 
 
-class _Census(_Watch):
+class _Census(_Watch):  # type: ignore[no-untyped-call]
     def __init__(self, source: str) -> None:
         super().__init__()
         self._lines = source.splitlines()
@@ -201,7 +202,7 @@ def _fitting(call: Call) -> list[str]:
 # -- planting one -----------------------------------------------------------------------------------
 
 
-class _Plant(_Watch):
+class _Plant(_Watch):  # type: ignore[no-untyped-call]
     """Alters one call."""
 
     def __init__(self, mutant: Mutant) -> None:

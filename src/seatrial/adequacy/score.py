@@ -11,7 +11,7 @@ import random
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 
 import seatrial.checks  # noqa: F401 - it and seatrial.values import each other, and it has to come first
 from seatrial import benchmark_rule
-from seatrial.adequacy.aim import Aim, movable, nudged
+from seatrial.adequacy.aim import Aim, movable, nudged, scalars
 from seatrial.adequacy.mutants import Mutant, exact_outputs, find_mutants, planted
 from seatrial.adequacy.nulls import null_outputs
 from seatrial.errors import InfrastructureError
@@ -27,6 +27,7 @@ from seatrial.inputs.roles import Role, roles
 from seatrial.model import Adequacy, CallRecord, Outcome, PlantedFault, Ran, Value
 from seatrial.numerics.dtypes import half_ulp, is_float
 from seatrial.numerics.oracle import Oracle
+from seatrial.numerics.promote import DeviceRedirect
 from seatrial.values import judge_values
 
 if TYPE_CHECKING:
@@ -86,21 +87,38 @@ def measure(study: Study, budget_s: float, *, mutants: int, benchmark: bool = Fa
 
 
 def chosen_mutants(study: Study, most: int) -> list[Mutant]:
-    """At most so many mutants, kinds in turn, the same ones for the same master seed."""
+    """At most so many mutants, kinds in turn, the same ones for the same master seed.
+
+    Raises InfrastructureError when the reference does not run, or when no float64 run can follow it.
+    """
+    from seatrial.study import reference_boundary
+
+    if study.oracle.opaque:
+        raise InfrastructureError(study.oracle.opaque)
     case = study.case(study.smallest)
-    found = find_mutants(
-        study.problem.reference,
-        study.placed(study.inputs(case)),
-        source=study.problem.reference_source,
-        seed=study.seed_for("mutants"),
-    )
+
+    def find() -> tuple[Mutant, ...]:
+        with DeviceRedirect(torch.device(study.device.name)):
+            return find_mutants(
+                study.problem.reference,
+                study.placed(study.inputs(case)),
+                source=study.problem.reference_source,
+                seed=study.seed_for("mutants"),
+            )
+
+    found = reference_boundary(find, "tracing the reference")
     dice = random.Random(study.seed_for("mutants", "choice"))
     by_kind: dict[str, list[Mutant]] = defaultdict(list)
     for mutant in (*found, *compiled_in(study)):
         by_kind[mutant.name.split(" ")[0]].append(mutant)
     for group in by_kind.values():
         dice.shuffle(group)
-    ordered = [group[i] for i in range(max(map(len, by_kind.values()), default=0)) for group in by_kind.values() if i < len(group)]
+    ordered = [
+        group[i]
+        for i in range(max(map(len, by_kind.values()), default=0))
+        for group in by_kind.values()
+        if i < len(group)
+    ]
     return ordered[:most]
 
 
@@ -122,6 +140,7 @@ def compiled_in(study: Study) -> Iterator[Mutant]:
                 f"compiled-in-size {axis}",
                 f"reads no further than {axis} = {most}, the largest length listed",
                 change=lambda given, where=tuple(places), n=most: _cut(given, where, n),  # type: ignore[misc]
+                axis=axis,
             )
 
 
@@ -158,7 +177,7 @@ class Court:
         for case in cases:
             if met == BEFORE_PROBES and fate.mutant.is_carry and self._probes_expose(fate):
                 return True
-            if budget.left <= 0 or not self._affordable(case, budget):
+            if budget.left <= 0 or not self.affords(case, budget):
                 continue
             if not self.is_fair(case):
                 continue
@@ -199,7 +218,7 @@ class Court:
         except InfrastructureError:
             return False
 
-    def _affordable(self, case: Case, budget: Budget) -> bool:
+    def affords(self, case: Case, budget: Budget) -> bool:
         """Whether a case that was not judged before is likely to fit into the time."""
         return case.key in self._fair or self._seconds_per_element * self.study.elements(case.workload) <= budget.left
 
@@ -321,11 +340,29 @@ def harden(court: Court, living: Sequence[Fate], budget: Budget) -> list[str]:
     helpful: list[str] = []
     for number, fate in enumerate(living):
         mine = Budget(budget.left / max(1, len(living) - number))
+        if fate.mutant.axis:
+            _beyond_the_list(court, fate, mine)
+            continue
         recipe = _known_recipe(court, fate, helpful, mine) or _aimed_recipe(court, fate, mine)
         if recipe and recipe not in helpful:
             helpful.append(recipe)
             study.adopt(study.recipes[recipe])
     return helpful
+
+
+def _beyond_the_list(court: Court, fate: Fate, budget: Budget) -> None:
+    """One more than the largest listed length of an axis, at the smallest other sizes that the reference accepts."""
+    study, axis = court.study, fate.mutant.axis
+    most = max(w.axes.get(axis, 0) for w in study.problem.workloads)
+    for workload in sorted(study.problem.workloads, key=study.elements):
+        axes = {**workload.axes, axis: most + 1}
+        longer = replace(workload, uuid=f"{axis} {most + 1}", axes=axes)
+        case = study.case(longer)
+        if budget.left <= 0 or not court.affords(case, budget):
+            return
+        if court.is_fair(case) and court.meet(fate, case):
+            study.extra_sizes.append(longer)
+            return
 
 
 def _known_recipe(court: Court, fate: Fate, helpful: Sequence[str], budget: Budget) -> str:
@@ -335,7 +372,7 @@ def _known_recipe(court: Court, fate: Fate, helpful: Sequence[str], budget: Budg
         case = study.case(study.middle, name)
         if budget.left <= 0:
             return ""
-        if court._affordable(case, budget) and court.is_fair(case) and court.meet(fate, case):
+        if court.affords(case, budget) and court.is_fair(case) and court.meet(fate, case):
             return name
     return ""
 
@@ -344,7 +381,8 @@ def _aimed_recipe(court: Court, fate: Fate, budget: Budget) -> str:
     """Climb: keep a change of the inputs when the fault shows more in the outputs, and judge it there."""
     study = court.study
     named = dict(zip((s.name for s in study.problem.inputs), study.inputs(study.case(study.middle)), strict=True))
-    names = movable(study.problem, named)
+    free = scalars(study.problem, named)
+    names = movable(study.problem, named) + free
     norms = frozenset(n for n, role in roles(study.problem).items() if role is Role.NORM_WEIGHT)
     if not names:
         return ""
@@ -353,7 +391,7 @@ def _aimed_recipe(court: Court, fate: Fate, budget: Budget) -> str:
     for attempt in range(MOST_AIMS):
         if budget.left <= 0:
             break
-        aim = nudged(best if attempt % 4 else Aim(), names, norms, dice)
+        aim = nudged(best if attempt % 4 else Aim(), names, norms, frozenset(free), dice)
         if aim.name in study.recipes:
             continue
         study.recipes[aim.name] = aim.recipe()
@@ -361,7 +399,7 @@ def _aimed_recipe(court: Court, fate: Fate, budget: Budget) -> str:
         visible = _visible(court, fate.mutant, case)
         if visible > shown:
             best, shown = aim, visible
-            if court._affordable(case, budget) and court.is_fair(case) and court.meet(fate, case):
+            if court.affords(case, budget) and court.is_fair(case) and court.meet(fate, case):
                 return aim.name
         del study.recipes[aim.name]
     return ""
@@ -391,10 +429,15 @@ def _distance(faulty: Tensor, right: Tensor) -> float:
 
 
 def _conclude(
-    court: Court, fates: Sequence[Fate], tried: Sequence[Fate], extra: Sequence[str], nulls: Sequence[str], seconds: float
+    court: Court,
+    fates: Sequence[Fate],
+    tried: Sequence[Fate],
+    extra: Sequence[str],
+    nulls: Sequence[str],
+    seconds: float,
 ) -> Adequacy:
     every = {n for n in court.study.recipes if not court.study.recipes[n].risky}
-    faults = [_fault(f, is_equivalent(f, every)) for f in tried]
+    faults = [_fault(f, equivalent=is_equivalent(f, every)) for f in tried]
     real = [f for f in faults if not f.equivalent]
     survivors = [f.words for f in real if not f.exposed]
     exposed = sum(f.exposed for f in real)
@@ -408,7 +451,7 @@ def _conclude(
         not_tried=left,
         benchmark_exposed=sum(known) if known else None,
         survivors=survivors,
-        extra_inputs=[court.study.recipes[n].words for n in extra],
+        extra_inputs=[*(court.study.recipes[n].words for n in extra), *(w.uuid for w in court.study.extra_sizes)],
         null_survivors=list(nulls),
         faults=faults,
         seconds=round(seconds, 3),
@@ -420,7 +463,7 @@ def is_equivalent(fate: Fate, recipes: set[str]) -> bool:
     return fate.alive and fate.effect <= NOTHING and len(fate.met & recipes) >= 0.9 * len(recipes)
 
 
-def _fault(fate: Fate, equivalent: bool) -> PlantedFault:
+def _fault(fate: Fate, *, equivalent: bool) -> PlantedFault:
     return PlantedFault(
         words=fate.mutant.words,
         exposed=not fate.alive,
