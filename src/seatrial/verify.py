@@ -81,8 +81,8 @@ def verify(problem: Problem, candidates: Sequence[Candidate], options: Options) 
     checks = selected(options.only, options.skip)
     study = Study(problem, options.policy, options.device, options.seed)
     with ForkServer() as server:
-        adequacy = measured_adequacy(study, checks, options)
         control = _run_control(study, server, checks)
+        adequacy = measured_adequacy(study, checks, options)  # after the control: the cases are then worked out
         return [_verify_one(study, server, c, checks, control, adequacy, options) for c in candidates]
 
 

@@ -280,7 +280,8 @@ def _softmax_without_maximum(call: Call) -> Tensor:
     x = call.tensor()
     powers = x.to(torch.float32).exp() if call.dtype == torch.float32 else x.exp()
     shares: Tensor = powers / powers.sum(call.arguments["dim"], keepdim=True)
-    return shares if call.op == "_softmax" else shares.log()
+    logarithm: Tensor = shares.log()
+    return shares if call.op == "_softmax" else logarithm
 
 
 def _is_long(call: Call) -> bool:
@@ -304,7 +305,8 @@ def _carried(dtype: torch.dtype) -> Callable[[Call], Tensor]:
             product = carried_matmul(left, right, dtype)
             if call.op in ("mm", "bmm"):
                 return product
-            return call.arguments.get("beta", 1) * _wide(call.tensor()) + call.arguments.get("alpha", 1) * product
+            beta, alpha = float(call.arguments.get("beta", 1)), float(call.arguments.get("alpha", 1))
+            return beta * _wide(call.tensor()) + alpha * product
         if call.op in SCATTERS:
             return _carried_scatter(call, dtype)
         x, axes = _wide(call.tensor()), _reduced(call)

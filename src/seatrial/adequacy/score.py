@@ -42,7 +42,7 @@ SHOWN = 4  # survivors in the sentence
 
 @dataclass
 class Fate:
-    """What became of one mutant so far. `effect` is the largest change in fp64, in honest deviations."""
+    """What became of one mutant so far. `effect` is a change in fp64, in honest deviations: the largest up to `NOTHING`."""
 
     mutant: Mutant
     by: str = ""
@@ -231,7 +231,8 @@ class Court:
         elif not _identical(outputs, self.study.native(case)) and self._objections(case, outputs):
             fate.by = case_words(case)
         else:
-            fate.effect = max(fate.effect, self._effect(fate.mutant, case, outputs))
+            if fate.effect <= NOTHING:  # more is not needed to know that it changes something
+                fate.effect = max(fate.effect, self._effect(fate.mutant, case, outputs))
             return False
         self.kills[case.key] += 1
         return True
