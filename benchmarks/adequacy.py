@@ -11,6 +11,7 @@ together of 99 %.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import platform
@@ -20,6 +21,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import seatrial.study as study_of_a_problem
 from seatrial.adequacy.score import measure
 from seatrial.adequacy.words import lines
 from seatrial.api import policy_named
@@ -40,6 +42,7 @@ def main() -> int:
     """Measure every problem; print, keep, judge against the targets."""
     arguments = _arguments()
     limit = arguments.memory_gib << 30
+    study_of_a_problem.CACHE_BYTES = limit // 8
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     rows: list[dict[str, object]] = []
     skipped: list[tuple[str, str]] = []
@@ -79,6 +82,7 @@ def _folders(checkout: Path | None) -> list[Path]:
 
 def _measure(folder: Path, arguments: argparse.Namespace, known: set[str]) -> tuple[str, Adequacy | str]:
     """The problem's name, and its adequacy or why there is none (empty when it was measured before)."""
+    gc.collect()  # what the problem before kept
     policy = policy_named(arguments.policy)
     device = pick(arguments.device)
     try:

@@ -74,7 +74,7 @@ class Kind:
     fits   whether it changes anything there; looks at shapes, dtypes and constants alone
     plant  the faulty value
     carry  the fault is a narrow running sum, which growth and probes see where values do not
-    stores the fault is a rounding that an fp64 run does not have
+    rounds the fault is one rounding, which changes something only where the stored result differs
     """
 
     name: str
@@ -83,7 +83,7 @@ class Kind:
     fits: Callable[[Call], bool]
     plant: Callable[[Call], Tensor]
     carry: bool = False
-    stores: bool = False
+    rounds: bool = False
 
 
 def _ops(names: str) -> frozenset[str]:
@@ -502,7 +502,7 @@ KINDS: tuple[Kind, ...] = (
     Kind("index-off-by-one", "looks one row too far ({op})", frozenset(LOOKUPS) | {"index"}, _has_rows, _off_by_one),
     Kind("index-clamped", "never reaches the last row ({op})", frozenset(LOOKUPS) | {"index"}, _has_rows, _never_the_last),
     Kind("overwritten", "overwrites where it should add ({op})", SCATTERS, _scatters_simply, _overwritten),
-    Kind("truncated", "cuts off instead of rounding at a store", _ops("_to_copy"), _stores_narrow, _truncated, stores=True),
-    Kind("narrow-value", "rounds the result of {op} to bfloat16", ROUNDS, _is_wide, _narrow_intermediate),
+    Kind("truncated", "cuts off instead of rounding at a store", _ops("_to_copy"), _stores_narrow, _truncated, rounds=True),
+    Kind("narrow-value", "rounds the result of {op} to bfloat16", ROUNDS, _is_wide, _narrow_intermediate, rounds=True),
 )  # fmt: skip
 BY_NAME = {kind.name: kind for kind in KINDS}

@@ -74,9 +74,8 @@ class Mutant:
         return self.kind is not None and self.kind.carry
 
     @property
-    def follows_fp64(self) -> bool:
-        """Whether an fp64 run shows what it changes."""
-        return self.kind is None or not self.kind.stores
+    def is_rounding(self) -> bool:
+        return self.kind is not None and self.kind.rounds
 
 
 def planted(reference: Reference, mutant: Mutant) -> Reference:

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 NOTHING = 1e-3  # of (half an ulp plus the honest deviation), on every element: far below what rounding does
 SHARE_OF_HARDENING = 0.5  # of the time, kept for what the policy's own cases leave alive
 BEFORE_PROBES = 3  # cases that a narrow carry meets before it is probed
-MOST_AIMS = 60  # per survivor
+MOST_AIMS = 150  # per survivor
+MOST_PLACES = 16.0
 SHOWN = 4  # survivors in the sentence
 
 
@@ -255,7 +256,7 @@ class Court:
     def _effect(self, mutant: Mutant, case: Case, outputs: tuple[Tensor, ...]) -> float:
         """Largest change of any element in fp64, in (half an ulp plus the honest deviation)."""
         study = self.study
-        if not mutant.follows_fp64:
+        if mutant.is_rounding:  # of two roundings in a row the first may well change nothing
             return 0.0 if _identical(outputs, study.native(case)) else float("inf")
         try:
             faulty = exact_outputs(
@@ -407,7 +408,7 @@ def _aimed_recipe(court: Court, fate: Fate, budget: Budget) -> str:
 
 
 def _visible(court: Court, mutant: Mutant, case: Case) -> float:
-    """How much a mutant differs from the reference as it is, relative to the outputs; 0 where either fails."""
+    """How much a mutant's outputs differ from those of the reference as it is; 0 where either fails."""
     try:
         right = court.study.native(case)
     except InfrastructureError:
@@ -415,15 +416,16 @@ def _visible(court: Court, mutant: Mutant, case: Case) -> float:
     outputs = court.outputs(mutant, case)
     if outputs is None or any(a.shape != b.shape for a, b in zip(outputs, right, strict=True)):
         return 0.0
-    shares = [_distance(a.double(), b.double()) for a, b in zip(outputs, right, strict=True)]
+    shares = [_distance(a.double(), b.double(), b.dtype) for a, b in zip(outputs, right, strict=True)]
     return max(shares, default=0.0)
 
 
-def _distance(faulty: Tensor, right: Tensor) -> float:
+def _distance(faulty: Tensor, right: Tensor, stored: torch.dtype) -> float:
+    """Mean difference in units of the last place, of which no element counts for more than `MOST_PLACES`."""
     if not bool(right.isfinite().all()) or right.numel() == 0:
         return 0.0
-    change = float((faulty - right).nan_to_num(nan=1e30, posinf=1e30, neginf=-1e30).norm())
-    return change / max(float(right.norm()), 1e-300)
+    places = (faulty - right).abs() / (2 * half_ulp(right, stored)) if is_float(stored) else (faulty != right).double()
+    return float(places.nan_to_num(nan=MOST_PLACES).clamp(max=MOST_PLACES).mean())
 
 
 # -- the conclusion ---------------------------------------------------------------------------------
