@@ -35,6 +35,13 @@ def sparse(values: Tensor, generator: Generator) -> Tensor:
     return torch.where(large, values * changes.SENTINEL, values)
 
 
+def one_large_per_row(values: Tensor, generator: Generator) -> Tensor:
+    """One element of each row so large that the row's sums are that element alone, of any mantissa."""
+    rows = values.reshape(-1, values.shape[-1]) if values.dim() else values.reshape(1, 1)
+    place = torch.randint(0, rows.shape[1], (rows.shape[0], 1), generator=generator)
+    return rows.scatter(1, place, rows.gather(1, place) * 2 * changes.SENTINEL).reshape(values.shape)
+
+
 def _as_drawn(values: Tensor, generator: Generator) -> Tensor:
     return values
 
@@ -46,6 +53,7 @@ def _absolute(values: Tensor, generator: Generator) -> Tensor:
 FORMS: Mapping[str, Change] = {
     "as drawn": _as_drawn,
     "sparse": sparse,
+    "one large per row": one_large_per_row,
     "without signs": _absolute,
     "heavy-tailed": changes.heavy_tail,
     "shifted": changes.shifted,
@@ -114,6 +122,15 @@ def movable(problem: Problem, drawn: Mapping[str, Value]) -> tuple[str, ...]:
 def scalars(problem: Problem, drawn: Mapping[str, Value]) -> tuple[str, ...]:
     """Float scalars, which have a size and no form."""
     return tuple(s.name for s in problem.inputs if s.shape is None and type(drawn[s.name]) is float and drawn[s.name])
+
+
+def first_aims(names: tuple[str, ...]) -> list[Aim]:
+    """Where a climb begins: one input carries a few large elements, the others fall silent beside it."""
+    return [
+        Aim({name: (form, 0), **{other: ("as drawn", LOW) for other in names if other != name}})
+        for form in ("one large per row", "sparse")
+        for name in names
+    ]
 
 
 def nudged(aim: Aim, names: tuple[str, ...], norms: frozenset[str], free: frozenset[str], dice: random.Random) -> Aim:

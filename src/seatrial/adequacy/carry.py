@@ -1,7 +1,8 @@
 """Sums carried in a narrow format, spelled out term by term and vectorised over the results.
 
 Never the native narrow sum: PyTorch adds bfloat16 in fp32, so asking it for a narrow sum plants nothing.
-A long sum is carried over at most `STEPS` partial sums, each exact in the given dtype.
+A sum is carried term by term or, with `tile`, over partial sums of so many terms, each in the given dtype; a long one
+over at most `STEPS` of them.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from seatrial.numerics.dtypes import round_to
 
 STEPS = 256
+TILE = 32  # terms that a kernel adds up exactly before it carries on
 LEAST_TERMS = 64  # a shorter sum in bf16 is no worse than the store that follows it
 
 
@@ -35,25 +37,25 @@ def toward_zero(values: Tensor, dtype: torch.dtype) -> Tensor:
         return torch.where(beyond & nearest.isfinite(), bits - 1, bits).view(dtype).to(values.dtype)
 
 
-def _parts(length: int) -> Iterator[tuple[int, int]]:
-    step = -(-length // STEPS)
+def _parts(length: int, tile: int) -> Iterator[tuple[int, int]]:
+    step = max(tile, -(-length // STEPS))
     for start in range(0, length, step):
         yield start, min(step, length - start)
 
 
-def carried_sum(terms: Tensor, dtype: torch.dtype) -> Tensor:
+def carried_sum(terms: Tensor, dtype: torch.dtype, tile: int = 1) -> Tensor:
     """Sum over the last axis of `terms` (fp32 or fp64), the running sum rounded to `dtype` after every part."""
     total = torch.zeros(terms.shape[:-1], dtype=terms.dtype, device=terms.device)
-    for start, count in _parts(terms.shape[-1]):
+    for start, count in _parts(terms.shape[-1], tile):
         total = rounded(total + terms.narrow(-1, start, count).sum(-1), dtype)
     return total
 
 
-def carried_matmul(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+def carried_matmul(left: Tensor, right: Tensor, dtype: torch.dtype, tile: int = 1) -> Tensor:
     """left @ right (fp32 or fp64, [..., m, k] and [..., k, n]) with the running sum rounded after every part of k."""
     shape = (*left.shape[:-1], right.shape[-1])
     total = torch.zeros(shape, dtype=left.dtype, device=left.device)
-    for start, count in _parts(left.shape[-1]):
+    for start, count in _parts(left.shape[-1], tile):
         total = rounded(total + left.narrow(-1, start, count) @ right.narrow(-2, start, count), dtype)
     return total
 

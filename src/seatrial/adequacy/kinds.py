@@ -15,7 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seatrial.adequacy.carry import LEAST_TERMS, carried_matmul, carried_scatter, carried_sum, rounded, toward_zero
+from seatrial.adequacy.carry import (
+    LEAST_TERMS,
+    TILE,
+    carried_matmul,
+    carried_scatter,
+    carried_sum,
+    rounded,
+    toward_zero,
+)
 
 SMALL_CONSTANT = 1e-2  # below it a constant that is added guards a division or a root
 
@@ -298,11 +306,11 @@ def _wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.to(torch.float32)
 
 
-def _carried(dtype: torch.dtype) -> Callable[[Call], Tensor]:
+def _carried(dtype: torch.dtype, tile: int = 1) -> Callable[[Call], Tensor]:
     def plant(call: Call) -> Tensor:
         if call.op in FACTORS:
             left, right = (_wide(call.tensor(n)) for n in FACTORS[call.op])
-            product = carried_matmul(left, right, dtype)
+            product = carried_matmul(left, right, dtype, tile)
             if call.op in ("mm", "bmm"):
                 return product
             beta, alpha = float(call.arguments.get("beta", 1)), float(call.arguments.get("alpha", 1))
@@ -311,7 +319,7 @@ def _carried(dtype: torch.dtype) -> Callable[[Call], Tensor]:
             return _carried_scatter(call, dtype)
         x, axes = _wide(call.tensor()), _reduced(call)
         rest = [d for d in range(x.dim()) if d not in axes]
-        total = carried_sum(x.permute(*rest, *axes).reshape([x.shape[d] for d in rest] + [-1]), dtype)
+        total = carried_sum(x.permute(*rest, *axes).reshape([x.shape[d] for d in rest] + [-1]), dtype, tile)
         total = total / _terms(call) if call.op == "mean" else total
         return total.reshape(call.redo().shape)
 
@@ -484,6 +492,8 @@ KINDS: tuple[Kind, ...] = (
     Kind("lost-contribution", "loses one contribution ({op})", SCATTERS, _scatters_simply, _contribution_lost),
     Kind("bf16-carry", "carries the sum in bfloat16 ({op})", SUMS | frozenset(FACTORS) | SCATTERS, _is_long,
          _carried(torch.bfloat16), carry=True),
+    Kind("bf16-carry-of-tiles", "carries the sum of tiles in bfloat16 ({op})", SUMS | frozenset(FACTORS),
+         lambda c: _is_long(c) and _terms(c) >= 4 * TILE, _carried(torch.bfloat16, TILE), carry=True),
     Kind("fp16-carry", "carries the sum in float16 ({op})", SUMS | frozenset(FACTORS) | SCATTERS, _is_long,
          _carried(torch.float16), carry=True),
     Kind("wrong-divisor", "divides by n - 1 ({op})", _ops("mean"), lambda c: _floats(c) and _terms(c) > 1, _wrong_divisor),

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import seatrial.checks  # noqa: F401 - it and seatrial.values import each other, and it has to come first
 from seatrial import benchmark_rule
-from seatrial.adequacy.aim import Aim, movable, nudged, scalars
+from seatrial.adequacy.aim import Aim, first_aims, movable, nudged, scalars
 from seatrial.adequacy.mutants import Mutant, exact_outputs, find_mutants, planted
 from seatrial.adequacy.nulls import null_outputs
 from seatrial.errors import InfrastructureError
@@ -390,17 +390,19 @@ def _aimed_recipe(court: Court, fate: Fate, budget: Budget) -> str:
         return ""
     dice = random.Random(study.seed_for("aim", fate.mutant.name))
     best, shown = Aim(), 0.0
+    first = first_aims(tuple(n for n in names if n not in free))
     for attempt in range(MOST_AIMS):
         if budget.left <= 0:
             break
-        aim = nudged(best if attempt % 4 else Aim(), names, norms, frozenset(free), dice)
+        started_from = best if attempt % 4 else Aim()
+        aim = first.pop(0) if first else nudged(started_from, names, norms, frozenset(free), dice)
         if aim.name in study.recipes:
             continue
         study.recipes[aim.name] = aim.recipe()
         case = study.case(study.middle, aim.name)
         visible = _visible(court, fate.mutant, case)
-        if visible > shown:
-            best, shown = aim, visible
+        if visible > shown or (visible > 0 and attempt < 2 * len(names)):
+            best, shown = (aim, visible) if visible > shown else (best, shown)
             if court.affords(case, budget) and court.is_fair(case) and court.meet(fate, case):
                 return aim.name
         del study.recipes[aim.name]
