@@ -202,8 +202,8 @@ def test_a_survivor_is_hunted_and_what_kills_it_becomes_an_input_of_the_audit() 
     study.__dict__["recipes"] = {"declared": study.recipes["declared"]}  # an audit without any recipe
     court = Court(study)
     fate = Fate(next(m for m in chosen_mutants(study, 50) if "tanh" in m.words and m.name.startswith("no-operation")))
-    assert court.meet_policy(fate, Budget(AMPLE))
-    assert fate.alive
+    court.meet_policy(fate, Budget(AMPLE))
+    assert fate.alive and fate.survived
     helpful = harden(court, [fate], Budget(AMPLE))
     assert not fate.alive
     assert helpful and helpful[0] in study.tried_recipes
@@ -238,7 +238,7 @@ def test_aims_keep_shape_dtype_and_domain() -> None:
         assert bool(torch.isfinite(x).all())
         if form != "from a normal":
             assert bool((x >= 0).all()), form
-    assert len({aim.name for aim in first_aims(("x", "w"))}) == 4
+    assert len({aim.name for aim in first_aims(("x", "w"), ("eps",))}) == 5
 
 
 # -- in words, and in an audit ------------------------------------------------------------------------

@@ -124,12 +124,13 @@ def scalars(problem: Problem, drawn: Mapping[str, Value]) -> tuple[str, ...]:
     return tuple(s.name for s in problem.inputs if s.shape is None and type(drawn[s.name]) is float and drawn[s.name])
 
 
-def first_aims(names: tuple[str, ...]) -> list[Aim]:
-    """Where a climb begins: one input carries a few large elements, the others fall silent beside it."""
+def first_aims(names: tuple[str, ...], free: tuple[str, ...]) -> list[Aim]:
+    """Where a climb begins: one input carries a few large elements, or a scalar is large, and the others fall silent."""
+    starts = [(name, form, 0) for form in ("one large per row", "sparse") for name in names]
+    starts += [(name, "as drawn", HIGH) for name in free]
     return [
-        Aim({name: (form, 0), **{other: ("as drawn", LOW) for other in names if other != name}})
-        for form in ("one large per row", "sparse")
-        for name in names
+        Aim({name: (form, power), **{other: ("as drawn", LOW) for other in names if other != name}})
+        for name, form, power in starts
     ]
 
 

@@ -48,7 +48,8 @@ class Fate:
     mutant: Mutant
     by: str = ""
     effect: float = 0.0
-    met: set[str] = field(default_factory=set)
+    recipes: set[str] = field(default_factory=set)
+    survived: set[tuple[object, ...]] = field(default_factory=set)
     benchmark: bool | None = None
 
     @property
@@ -78,7 +79,10 @@ def measure(study: Study, budget_s: float, *, mutants: int, benchmark: bool = Fa
     court = Court(study)
     fates = [Fate(m) for m in chosen_mutants(study, mutants)]
     first = Budget(budget_s * (1 - SHARE_OF_HARDENING))
-    tried = [f for f in fates if court.meet_policy(f, first)]
+    for most in (BEFORE_PROBES, None):  # every mutant meets some cases before any meets all
+        for fate in fates:
+            court.meet_policy(fate, first, most=most)
+    tried = [f for f in fates if f.by or f.survived]
     extra = harden(court, [f for f in tried if f.alive], budget)
     nulls = court.living_nulls()
     if benchmark:
@@ -171,21 +175,19 @@ class Court:
         self._fair: dict[tuple[object, ...], bool] = {}
         self._seconds_per_element = 0.0
 
-    def meet_policy(self, fate: Fate, budget: Budget) -> bool:
-        """Let a mutant meet the policy's cases until one exposes it; False when there was no time for any."""
+    def meet_policy(self, fate: Fate, budget: Budget, *, most: int | None = None) -> None:
+        """Let a mutant meet cases of the policy that it has not met, at most so many, until one exposes it."""
         cases = sorted(self.policy_cases, key=lambda c: -self.kills[c.key])
         met = 0
         for case in cases:
-            if met == BEFORE_PROBES and fate.mutant.is_carry and self._probes_expose(fate):
-                return True
-            if budget.left <= 0 or not self.affords(case, budget):
+            if not fate.alive or met == most or budget.left <= 0:
+                return
+            if case.key in fate.survived or not self.affords(case, budget) or not self.is_fair(case):
                 continue
-            if not self.is_fair(case):
-                continue
+            self.meet(fate, case)
             met += 1
-            if self.meet(fate, case):
-                return True
-        return met > 0
+            if fate.alive and fate.mutant.is_carry and len(fate.survived) == BEFORE_PROBES:
+                self._probes_expose(fate)
 
     @property
     def policy_cases(self) -> list[Case]:
@@ -226,7 +228,7 @@ class Court:
     def meet(self, fate: Fate, case: Case) -> bool:
         """One mutant on one case; True when it is exposed."""
         outputs = self.outputs(fate.mutant, case)
-        fate.met.add(case.recipe)
+        fate.recipes.add(case.recipe)
         if outputs is None:
             fate.by = f"{case_words(case)} (it raises)"
         elif not _identical(outputs, self.study.native(case)) and self._objections(case, outputs):
@@ -234,6 +236,7 @@ class Court:
         else:
             if fate.effect <= NOTHING:  # more is not needed to know that it changes something
                 fate.effect = max(fate.effect, self._effect(fate.mutant, case, outputs))
+            fate.survived.add(case.key)
             return False
         self.kills[case.key] += 1
         return True
@@ -271,17 +274,16 @@ class Court:
         ]
         return max(changes, default=0.0)
 
-    def _probes_expose(self, fate: Fate) -> bool:
+    def _probes_expose(self, fate: Fate) -> None:
         from seatrial.numerics.probes import fingerprints, read_probes, too_narrow
 
         study = self.study
         if study.too_large_to_probe or not study.probe_plan.sums:
-            return False
+            return
         readings = read_probes(study.probe_plan, lambda inputs: self._call(fate.mutant, inputs))
         narrow = [too_narrow(f, native=study.native_fingerprints.get(f.output)) for f in fingerprints(readings)]
         if any(n.fault for n in narrow):
             fate.by = "swamping probes"
-        return not fate.alive
 
     # -- beside the faults
 
@@ -390,7 +392,8 @@ def _aimed_recipe(court: Court, fate: Fate, budget: Budget) -> str:
         return ""
     dice = random.Random(study.seed_for("aim", fate.mutant.name))
     best, shown = Aim(), 0.0
-    first = first_aims(tuple(n for n in names if n not in free))
+    first = first_aims(tuple(n for n in names if n not in free), free)
+    begun = len(first)
     for attempt in range(MOST_AIMS):
         if budget.left <= 0:
             break
@@ -401,7 +404,7 @@ def _aimed_recipe(court: Court, fate: Fate, budget: Budget) -> str:
         study.recipes[aim.name] = aim.recipe()
         case = study.case(study.middle, aim.name)
         visible = _visible(court, fate.mutant, case)
-        if visible > shown or (visible > 0 and attempt < 2 * len(names)):
+        if visible > shown or (visible > 0 and attempt < begun):
             best, shown = (aim, visible) if visible > shown else (best, shown)
             if court.affords(case, budget) and court.is_fair(case) and court.meet(fate, case):
                 return aim.name
@@ -465,7 +468,7 @@ def _conclude(
 
 def is_equivalent(fate: Fate, recipes: set[str]) -> bool:
     """A living mutant that moved nothing, on any input of this problem's own recipes or beyond."""
-    return fate.alive and fate.effect <= NOTHING and len(fate.met & recipes) >= 0.9 * len(recipes)
+    return fate.alive and fate.effect <= NOTHING and len(fate.recipes & recipes) >= 0.9 * len(recipes)
 
 
 def _fault(fate: Fate, *, equivalent: bool) -> PlantedFault:
