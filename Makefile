@@ -18,6 +18,7 @@ INSTALL := $(VENV)/bin/python -m pip install -qq --disable-pip-version-check -c 
 
 demo: $(VENV)/installed
 	@$(VENV)/bin/seatrial demo
+	@echo "To type a line from the report (seatrial check …), activate the environment first: . $(VENV)/bin/activate"
 
 test: $(VENV)/installed-dev
 	@scripts/test

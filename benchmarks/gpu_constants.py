@@ -79,6 +79,21 @@ def products() -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
     }
 
 
+OPERANDS = {
+    "fp32": torch.float32,
+    "tf32": torch.float16,  # as many significant bits
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8": torch.float8_e4m3fn,
+    "fp8 fast": torch.float8_e4m3fn,
+}
+
+
+def _held(values: Tensor, unit: str) -> Tensor:
+    """The values as the operands of this unit hold them, in fp32."""
+    return values.to(OPERANDS[unit]).float()
+
+
 def _exactly(a: Tensor, b: Tensor) -> Tensor:
     return a.double() @ b.double()
 
@@ -91,9 +106,9 @@ def drift() -> dict[str, dict[int, dict[str, float]]]:
         found[name] = {}
         for n in LENGTHS:
             g = torch.Generator(device="cuda").manual_seed(n)
-            # Four significant bits: exact in every operand format, e4m3 included.
-            a = torch.randint(8, 16, (128, n), generator=g, device="cuda").float() / 8
-            b = torch.randint(8, 16, (n, 128), generator=g, device="cuda").float() / 8
+            # As many significant bits as the operands hold, so that no product or sum is exact by luck.
+            a = _held(1 + torch.rand(128, n, generator=g, device="cuda"), name)
+            b = _held(1 + torch.rand(n, 128, generator=g, device="cuda"), name)
             relative = attempt(lambda a=a, b=b, product=product: (product(a, b).double() / _exactly(a, b) - 1) / U)
             if isinstance(relative, Tensor):
                 found[name][n] = {"mean": float(relative.mean()), "rms": float(relative.square().mean().sqrt())}

@@ -11,6 +11,7 @@ import pytest
 import torch
 from tests.sources import problem_of
 
+from seatrial import cli
 from seatrial.adequacy.aim import FORMS, Aim, first_aims
 from seatrial.adequacy.carry import carried_matmul, carried_scatter, carried_sum, toward_zero
 from seatrial.adequacy.kinds import BY_NAME, KINDS
@@ -20,6 +21,7 @@ from seatrial.adequacy.score import Budget, Court, Fate, chosen_mutants, harden,
 from seatrial.adequacy.words import lines
 from seatrial.checks.base import Example
 from seatrial.devices import pick
+from seatrial.errors import UsageError
 from seatrial.formats import load_problem
 from seatrial.model import Adequacy
 from seatrial.policy import QUICK, STANDARD
@@ -258,6 +260,18 @@ def test_lines_put_the_benchmarks_score_beside_the_own_one() -> None:
     shown = list(lines("rmsnorm", measured("rmsnorm")))
     assert "planted faults exposed by seatrial's inputs" in shown[0]
     assert "by the benchmark's own inputs and rule" in shown[1]
+
+
+def test_the_command_prints_the_score_and_writes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "adequacy.json"
+    assert cli.adequacy(EXAMPLES / "rmsnorm", device="cpu", policy="quick", seed=3, json=out) == 0
+    shown = capsys.readouterr().out
+    written = Adequacy.model_validate_json(out.read_text())
+    assert f"{written.exposed} of {written.planted}" in shown
+    assert "by the benchmark's own inputs and rule" in shown
+    assert "seed 3, policy quick, cpu" in shown
+    with pytest.raises(UsageError, match=r"adequacy\.json"):
+        cli.adequacy(EXAMPLES / "rmsnorm", device="cpu", policy="quick", seed=3, json=out / "adequacy.json")
 
 
 def test_an_audit_without_fitted_inputs_or_without_mutants_says_that_nothing_was_measured() -> None:

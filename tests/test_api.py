@@ -139,3 +139,84 @@ def test_nan_among_the_inputs_is_judged_by_position() -> None:
     assert seatrial.check(with_gaps, **run).verdict is Verdict.ACCEPTED
     silent = seatrial.check(lambda x, scale: torch.nan_to_num(with_gaps(x, scale)), **run)
     assert silent.verdict is Verdict.REJECTED
+
+
+def test_a_dict_of_inputs_goes_by_name_whatever_its_order() -> None:
+    def turned(seed: int) -> dict[str, Any]:
+        return dict(reversed(make(seed).items()))
+
+    run = {"reference": reference, "policy": "quick", "device": "cpu", "only": ["wrong-values"], "seed": 3}
+    straight, other = (seatrial.check(honest, inputs=inputs, **run) for inputs in (make, turned))
+    assert other.verdict is straight.verdict is Verdict.ACCEPTED
+    assert [f.measured for f in other.findings] == [f.measured for f in straight.findings]
+
+
+def subtract(a: torch.Tensor, b: torch.Tensor, c: float = 1.0) -> torch.Tensor:
+    return a - c * b
+
+
+def subtract_from(b: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+    return b - a
+
+
+def two(first: str, second: str) -> Any:
+    def inputs(seed: int) -> dict[str, Any]:
+        g = torch.Generator().manual_seed(seed)
+        return {first: torch.randn(8, generator=g), second: torch.randn(8, generator=g)}
+
+    return inputs
+
+
+@pytest.mark.parametrize(
+    ("kernel", "inputs", "words"),
+    [
+        (subtract, two("b", "x"), "takes `b` in another place"),
+        (subtract, two("a", "c"), "takes `c` in another place"),
+        (subtract_from, two("a", "b"), "kernel 'subtract_from' takes `a` in another place"),
+    ],
+)
+def test_names_that_contradict_the_positions_are_refused(kernel: Any, inputs: Any, words: str) -> None:
+    with pytest.raises(UsageError) as error:
+        seatrial.check(kernel, reference=subtract, inputs=inputs, policy="quick", device="cpu")
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("names", [("a", "b"), ("b", "a"), ("x", "y"), ("a", "y")])
+def test_names_that_fit_or_are_others_are_taken(names: tuple[str, str]) -> None:
+    report = seatrial.check(
+        subtract, reference=subtract, inputs=two(*names), policy="quick", device="cpu", only=["does-not-load"]
+    )
+    assert report.verdict is Verdict.ACCEPTED
+
+
+def make_once(seed: int) -> dict[str, Any]:
+    return make(0)
+
+
+def make_with_fixed_ids(seed: int) -> dict[str, Any]:
+    return {"a": make(seed)["x"].float(), "b": torch.arange(512)}
+
+
+def test_an_input_maker_that_ignores_its_seed_is_said() -> None:
+    run = {"policy": "quick", "device": "cpu", "only": ["does-not-load"]}
+    fixed = seatrial.check(honest, reference=reference, inputs=make_once, **run)
+    drawn = seatrial.check(honest, reference=reference, inputs=make, **run)
+    ids = seatrial.check(subtract, reference=subtract, inputs=make_with_fixed_ids, **run)
+    assert any("ignores its seed" in oddity for oddity in fixed.oddities)
+    assert any("fresh draws were impossible" in limit for limit in fixed.limits)
+    for report in (drawn, ids):
+        assert not any("ignores its seed" in oddity for oddity in report.oddities)
+        assert not any("fresh draws were impossible" in limit for limit in report.limits)
+
+
+def test_a_part_of_an_audit_is_run_again_as_that_part() -> None:
+    report = seatrial.check(
+        honest, reference=reference, inputs=make, policy="quick", device="cpu", seed=5, only=["does-not-load"],
+        skip=["wrong-values"], fail_fast=True,
+    )  # fmt: skip
+    assert report.replay == (
+        "seatrial.check(honest, reference=…, inputs=…, seed=5, policy='quick', device='cpu', "
+        "only=['does-not-load'], skip=['wrong-values'], fail_fast=True)"
+    )
+    assert report.headline == "1 of 12 checks was run; it held."

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
-from seatrial.model import Report
+from seatrial.devices import pick
+from seatrial.formats import load_candidates, load_problem
+from seatrial.model import Finding, Outcome, Report
+from seatrial.policy import POLICIES
+from seatrial.progress import Lines
+from seatrial.study import Study
+from seatrial.verify import Options, _command, reproducer
 
 ROOT = Path(__file__).resolve().parents[1]
 RMSNORM = ROOT / "examples" / "rmsnorm"
@@ -29,7 +38,12 @@ def test_check_writes_every_kind_of_report_and_exits_1(tmp_path: Path) -> None:
     assert done.returncode == 1, done.stderr
     assert "rejected" in done.stdout.lower()
     assert "\x1b" not in done.stdout, "plain when not on a terminal"
-    assert done.stderr == "", "no progress bars when not on a terminal"
+    lines = done.stderr.splitlines()
+    assert "seatrial: rmsnorm-faulty: wrong-values" in lines, "plain progress when not on a terminal"
+    starts = [line for line in lines if line.startswith("seatrial: rmsnorm-faulty: ") and "," not in line]
+    assert len(starts) == len(set(starts)) == 12, "one line a check"
+    assert lines[-1] == "Wrote " + ", ".join(map(str, kinds.values()))
+    assert ElementTree.parse(kinds["junit"]).getroot().get("tests") == "12"
     assert [k for k, p in kinds.items() if p.stat().st_size == 0] == []
     report = json.loads(kinds["json"].read_text())
     assert {"verdict", "findings", "benchmark_rule", "limits", "environment", "seeds"} <= report.keys()
@@ -81,12 +95,84 @@ def test_a_bare_python_file(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_fail_fast_stops_early() -> None:
+def test_fail_fast_stops_early_and_says_so() -> None:
     done = seatrial(
-        "check", RMSNORM, RMSNORM / "candidates" / "faulty.json", "--device", "cpu", "--policy", "quick", "--fail-fast"
-    )
+        "check", RMSNORM, RMSNORM / "candidates" / "faulty.json", "--device", "cpu", "--policy", "quick", "--fail-fast",
+        "--quiet",
+    )  # fmt: skip
     assert done.returncode == 1
+    assert done.stderr == ""
     assert "tampered-process" not in done.stdout
+    assert re.search(r"; \d of 12 checks were run\.$", done.stdout.splitlines()[2])
+    assert re.search(r" --fail-fast --seed \d+ ", done.stdout.splitlines()[-1])
+
+
+def test_run_it_again_says_what_was_run() -> None:
+    part = ("--skip", "training-divergence", "--only", "does-not-load", "--only", "training-divergence", "--strict")
+    done = seatrial(
+        "check", RMSNORM, RMSNORM / "candidates" / "honest.json", *part, "--device", "cpu", "--policy", "quick",
+        "--seed", "5",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "1 of 12 checks was run; it held." in done.stdout
+    again = done.stdout.splitlines()[-1].split()
+    assert again[2:] == [
+        str(RMSNORM), str(RMSNORM / "candidates" / "honest.json"), "--only", "does-not-load", "--only",
+        "training-divergence", "--skip", "training-divergence", "--strict", "--seed", "5", "--policy", "quick",
+        "--device", "cpu",
+    ]  # fmt: skip
+    assert seatrial(*again[1:]).stdout.splitlines()[:3] == done.stdout.splitlines()[:3]
+
+
+def test_a_kernel_for_cuda_on_the_cpu_says_why_and_how_to_run_it(tmp_path: Path) -> None:
+    out = tmp_path / "report.json"
+    kernel = tmp_path / "kernel.py"
+    kernel.write_text("import triton\n\n\ndef run(x, weight, eps):\n    return x\n")
+    done = seatrial("check", RMSNORM, kernel, "--device", "cpu", "--policy", "quick", "--seed", "5", "--json", out)
+    assert done.returncode == 3, done.stderr
+    report = Report.from_json(out.read_text())
+    assert report.headline.endswith("needs a CUDA device, and this audit ran on cpu; no check was run.")
+    assert [(row.check, row.outcome.value, row.summary) for row in report.checks] == [
+        ("does-not-load", "not-verified", report.findings[0].reason)
+    ]
+    assert report.findings[0].reproducer.endswith("--device cuda")
+    assert "--only" not in report.findings[0].reproducer
+    assert report.replay.endswith("--device cpu")
+
+
+def reproducers(command: str) -> tuple[str, str]:
+    """(what was run, the reproducer of a training finding) of a run that never happened."""
+    problem = load_problem(RMSNORM)
+    (kernel,) = load_candidates([RMSNORM / "candidates" / "honest.json"], problem=problem)
+    policy, device = POLICIES["quick"], pick("cpu")
+    options = Options(policy, device, 5, only=("does-not-load", "training-divergence"), command=command)
+    study = Study(problem, policy, device, 5)
+    finding = Finding(check="training-divergence", outcome=Outcome.FAILED, reason="r")
+    return _command(study, kernel, options), reproducer(study, kernel, finding, options)
+
+
+def test_a_run_of_train_is_run_again_by_train() -> None:
+    rest = f"{RMSNORM} {RMSNORM / 'candidates' / 'honest.json'}"
+    tail = "--seed 5 --policy quick --device cpu"
+    assert reproducers("train") == (f"seatrial train {rest} {tail}",) * 2
+    assert reproducers("check")[1] == f"seatrial check {rest} --only training-divergence {tail}"
+
+
+def test_progress_lines_are_one_a_check_and_one_every_15_seconds() -> None:
+    out, now = io.StringIO(), [0.0]
+    lines = Lines(out, clock=lambda: now[0])
+    for second in range(40):
+        now[0] = float(second)
+        lines("k", f"wrong-values  smallest, {second} of 40" if second % 2 else "wrong-values", second / 100)
+    lines("k", "fitted-sizes", 0.5)
+    lines("other", "fitted-sizes", 0.0)
+    assert out.getvalue().splitlines() == [
+        "seatrial: k: wrong-values",
+        "seatrial: k: wrong-values, smallest, 15 of 40",
+        "seatrial: k: wrong-values, 30 % of all checks done",
+        "seatrial: k: fitted-sizes",
+        "seatrial: other: fitted-sizes",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -100,6 +186,8 @@ def test_fail_fast_stops_early() -> None:
         (["check", RMSNORM, RMSNORM / "candidates" / "honest.json", "--device", "tpu"], "tpu"),
         (["check", RMSNORM], "candidates"),
         (["check", RMSNORM, RMSNORM / "candidates" / "honest.json", "--seed", "many"], "--seed"),
+        (["check", RMSNORM, RMSNORM / "candidates" / "honest.json", "--seed", "-1"], "leave --seed out"),
+        (["check", RMSNORM, RMSNORM / "candidates" / "honest.json", "--json", "x.out", "--html", "x.out"], "both name"),
         (["explain", "nonsense"], "nonsense"),
         (["demo", "--examples", "/no/such/examples"], "/no/such/examples"),
     ],
@@ -121,14 +209,25 @@ def test_malformed_json_names_file_and_line(tmp_path: Path) -> None:
     assert len(done.stderr.strip().splitlines()) == 1
 
 
-def test_an_unwritable_report_path_is_said_in_one_sentence() -> None:
+def test_an_unwritable_report_path_is_said_in_one_sentence_before_the_audit() -> None:
     done = seatrial(
         "check", RMSNORM, RMSNORM / "candidates" / "honest.json", "--device", "cpu", "--policy", "quick",
         "--only", "mutated-input", "--json", "/proc/nowhere/report.json",
     )  # fmt: skip
     assert done.returncode == 2
     assert "/proc/nowhere/report.json" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stdout == ""
+
+
+def test_every_report_option_is_described() -> None:
+    shown = " ".join(seatrial("check", "--help").stdout.split())
+    for option, words in (
+        ("json", "JSON"), ("html", "page"), ("markdown", "pull request"), ("junit", "test case per check"),
+        ("sarif", "code scanning"), ("traces", "the benchmark's own rule"),
+    ):  # fmt: skip
+        described = shown.partition(f"--{option} PATH")[2].partition("--")[0]
+        assert words in described, option
 
 
 def test_listing_and_pages() -> None:

@@ -709,6 +709,27 @@ def test_a_wrong_solution_is_refused_in_one_sentence(path: str, value: Any, reas
     assert "s.json" in str(caught.value) and "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (
+            [],
+            "expected a solution, one JSON object with name, spec and sources, but found a list of 0; give one object",
+        ),
+        ([SOLUTION] * 2, "but found a list of 2"),
+        ("kernel", "but found a string"),
+        ({}, "fields name, spec, sources are missing; add them"),
+        ({"name": "k"}, "fields spec, sources are missing; add them"),
+        (changed(SOLUTION, "name", ...), "field name is missing; add it"),
+        ({"name": 7, "sources": []}, r"field name: .* \(found 7\), and 2 more: spec, sources"),
+    ],
+)
+def test_what_was_found_and_what_is_missing_is_named(content: Any, words: str, tmp_path: Path) -> None:
+    with pytest.raises(CandidateError, match=words) as caught:
+        candidate(tmp_path, content)
+    assert "\n" not in str(caught.value)
+
+
 def test_a_source_may_not_be_a_link_out(tmp_path: Path) -> None:
     (tmp_path / "kernel.py").symlink_to("/etc/hostname")
     with pytest.raises(CandidateError, match="links out"):

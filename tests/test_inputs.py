@@ -604,3 +604,12 @@ def test_targets_that_sum_to_one_may_sum_to_something_else() -> None:
     soft: dict[str, Value] = {"logits": torch.randn(6, 8), "target_probs": torch.softmax(torch.randn(6, 8), -1)}
     sums = tensor(offered(lambda s: soft)["unnormalised"].apply(soft, 1), "target_probs").sum(-1)
     assert float(sums[0]) == 0.0 and torch.allclose(sums[1:], torch.full((5,), 0.5))
+
+
+def test_log_probabilities_stay_log_probabilities() -> None:
+    logs: dict[str, Value] = {"log_q": torch.randn(6, 8).log_softmax(-1), "decay": -torch.rand(6, 8)}
+    for name, recipe in offered(lambda s: logs).items():
+        changed = recipe.apply(logs, 1)
+        if not torch.equal(tensor(changed, "log_q"), tensor(logs, "log_q")):
+            sums = tensor(changed, "log_q").double().exp().sum(-1)
+            assert torch.allclose(sums, torch.ones(6, dtype=torch.float64), atol=1e-3), name

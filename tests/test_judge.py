@@ -44,7 +44,33 @@ def test_causes_are_read_before_effects() -> None:
     ]
     ordered = in_reading_order(findings)
     assert [f.check for f in ordered] == ["narrow-accumulator", "training-divergence", "stale-output"]
-    assert headline(Verdict.REJECTED, ordered).startswith("narrow-accumulator failed (and 1 more objections)")
+    said = headline(Verdict.REJECTED, ordered, ran=12, known=12)
+    assert said == "narrow-accumulator failed (and 1 more objection)."
+    more = headline(Verdict.REJECTED, [*ordered[:2], *ordered[:2]], ran=12, known=12)
+    assert more == "narrow-accumulator failed (and 3 more objections)."
+
+
+@pytest.mark.parametrize(
+    ("verdict", "outcomes", "ran", "said"),
+    [
+        (Verdict.ACCEPTED, [Outcome.HELD], 12, "every planned check ran and held (1 finding)."),
+        (Verdict.ACCEPTED, [Outcome.HELD] * 2, 12, "every planned check ran and held (2 findings)."),
+        (Verdict.ACCEPTED, [Outcome.HELD] * 2, 2, "2 of 12 checks were run; they held."),
+        (Verdict.ACCEPTED, [Outcome.HELD], 1, "1 of 12 checks was run; it held."),
+        (Verdict.REJECTED, [Outcome.FAILED], 4, "wrong-values failed; 4 of 12 checks were run."),
+        (Verdict.INCONCLUSIVE, [Outcome.NOT_VERIFIED], 0, "wrong-values not-verified; no check was run."),
+        (
+            Verdict.INCONCLUSIVE,
+            [Outcome.NOT_VERIFIED] * 2,
+            12,
+            "wrong-values not-verified (and 1 more finding like it).",
+        ),
+    ],
+)
+def test_a_headline_says_how_much_of_the_audit_it_speaks_for(
+    verdict: Verdict, outcomes: list[Outcome], ran: int, said: str
+) -> None:
+    assert headline(verdict, [finding(o) for o in outcomes], ran=ran, known=12) == said
 
 
 def test_a_check_that_the_control_fails_cannot_reject() -> None:

@@ -74,6 +74,12 @@ def test_examples_equal_their_sources() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_the_demo_says_once_how_its_lines_can_be_typed() -> None:
+    planned = run("make", "-n", "demo").stdout
+    assert planned.count(". .venv/bin/activate") == 1
+    assert "\n. .venv/bin/activate\n" in (ROOT / "README.md").read_text()
+
+
 def test_stale_examples_are_noticed(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     (tmp_path / "scripts").mkdir()

@@ -104,7 +104,7 @@ _SPILT = (
     + """
 // Words drawn outside the card that holds them.
 const cards = '.hero, .opinion, .finding, .growth, .cell, .checks, .candidates, pre';
-return speaking.filter(e => e.closest(cards) && !e.closest('thead')).filter(e => {
+return speaking.filter(e => e.closest(cards) && !e.closest('thead') && !e.closest('.scroll')).filter(e => {
   const card = e.closest(cards).getBoundingClientRect();
   const range = document.createRange(); range.selectNodeContents(e);
   return [...range.getClientRects()].some(r => r.width > 0 && (r.right > card.right + 1 || r.left < card.left - 1
@@ -179,6 +179,32 @@ def test_no_text_is_cut_covered_or_spilt(browser: Chrome, folder: Path, name: st
     assert asked(browser, _SPILT) == []
     assert asked(browser, _COVERED) == []
     assert asked(browser, _DRAWN_BADLY) == []
+
+
+_BROKEN_NUMBERS = """
+return [...document.querySelectorAll('.growth .n, .scroll .n')].filter(e => {
+  const range = document.createRange(); range.selectNodeContents(e);
+  return new Set([...range.getClientRects()].map(r => Math.round(r.top))).size > 1;
+}).map(e => e.textContent);
+"""
+_LOOSE_TABLES = """
+return [...document.querySelectorAll('.growth table')].filter(t => {
+  const frame = t.closest('.scroll');
+  return !frame || getComputedStyle(frame).overflowX !== 'auto' || frame.getBoundingClientRect().right > innerWidth;
+}).length;
+"""
+
+
+@pytest.mark.parametrize("width", [DESK, PHONE, 280])
+@pytest.mark.parametrize("name", ["origin", "not-finite", "twins"])
+def test_numbers_of_a_table_are_not_broken_and_the_table_scrolls_alone(
+    browser: Chrome, folder: Path, name: str, width: int
+) -> None:
+    look(browser, folder / f"{name}.html", width)
+    assert asked(browser, "return document.querySelectorAll('.growth td.n').length") > 10
+    assert asked(browser, _BROKEN_NUMBERS) == []
+    assert asked(browser, _LOOSE_TABLES) == 0
+    assert asked(browser, "return document.documentElement.scrollWidth <= innerWidth")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -32,7 +32,8 @@ def check(
 
     With files: check(problem_folder, solution_json_or_py). With plain callables: check(kernel, reference=f,
     inputs=make), where make(seed) returns the inputs as a dict, a tuple or one tensor, and kernel and reference
-    take them positionally. `device` is "auto", "cpu", "cuda" or "cuda:N"; `seed` is fresh when None and stands in
+    take them positionally: a dict is put into the order of the reference's parameters when its keys are their names,
+    and a kernel that names the inputs in another order is refused. `device` is "auto", "cpu", "cuda" or "cuda:N"; `seed` is fresh when None and stands in
     the report. Raises UsageError when the problem, the candidate or an option cannot be understood.
     """
     from seatrial.devices import pick
@@ -67,15 +68,18 @@ def _load(
     entry_point: str | None,
 ) -> tuple[Problem, Candidate]:
     from seatrial.formats import load_candidates, load_problem
-    from seatrial.formats.plain import candidate_from_callable, problem_from_callables
+    from seatrial.formats.plain import candidate_from_callable, problem_from_callables, refuse_other_order
 
     if callable(problem):
         if candidate is not None or reference is None or inputs is None:
             raise UsageError("a plain kernel needs reference= and inputs=: check(kernel, reference=f, inputs=make)")
-        return problem_from_callables(reference, inputs), candidate_from_callable(problem)
+        plain = problem_from_callables(reference, inputs)
+        refuse_other_order(problem, plain)
+        return plain, candidate_from_callable(problem)
     if candidate is None:
         raise UsageError("a problem folder needs a candidate: check(problem, candidate)")
     loaded = load_problem(Path(problem))
     if callable(candidate):
+        refuse_other_order(candidate, loaded)
         return loaded, candidate_from_callable(candidate)
     return loaded, load_candidates([Path(candidate)], entry_point=entry_point, problem=loaded)[0]

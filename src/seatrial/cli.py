@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,11 +28,31 @@ EXIT_INCONCLUSIVE = 3
 EXIT_BUG = 4
 EXIT_INTERRUPTED = 130
 
-OutPath = Annotated[Path | None, typer.Option(metavar="PATH", show_default=False)]
+
+def _out(text: str) -> Any:
+    return typer.Option(metavar="PATH", show_default=False, help=text)
+
+
+def _seed(given: int | None) -> int | None:
+    if given is not None and given < 0:
+        raise UsageError(f"--seed {given} is below 0; give the seed of an earlier report, or leave --seed out")
+    return given
+
+
+JsonPath = Annotated[Path | None, _out("Write the whole report as JSON (docs/report-schema.json).")]
+HtmlPath = Annotated[Path | None, _out("Write the report as one self-contained page.")]
+MarkdownPath = Annotated[Path | None, _out("Write the report as a comment for a pull request.")]
+JunitPath = Annotated[Path | None, _out("Write JUnit XML, one test case per check, for the test tab of a CI.")]
+SarifPath = Annotated[Path | None, _out("Write SARIF 2.1.0, for code scanning.")]
+TracesPath = Annotated[
+    Path | None,
+    _out("Write SOL-ExecBench trace lines: what the benchmark's own rule says of each workload, nothing timed."),
+]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no notes on stderr, errors only.")]
 Device = Annotated[str, typer.Option("--device", metavar="auto|cpu|cuda[:N]", help="Where the candidate runs.")]
 PolicyName = Annotated[str, typer.Option("--policy", metavar="quick|standard|deep", help="How thorough.")]
 Seed = Annotated[
-    int | None, typer.Option("--seed", min=0, help="Replay the inputs of an earlier run; fresh otherwise.")
+    int | None, typer.Option("--seed", callback=_seed, help="Replay the inputs of an earlier run; fresh otherwise.")
 ]
 EntryPoint = Annotated[
     str | None, typer.Option("--entry-point", metavar="FUNCTION", help="For a bare .py file: the function to call.")
@@ -94,15 +112,17 @@ def check(
     skip: Skip = None,
     fail_fast: Annotated[bool, typer.Option("--fail-fast", help="Stop at the first proven fault.")] = False,  # noqa: FBT002 - a flag
     strict: Annotated[bool, typer.Option("--strict", help="Accepted with limits exits 1.")] = False,  # noqa: FBT002 - a flag
-    json: OutPath = None,
-    html: OutPath = None,
-    markdown: OutPath = None,
-    junit: OutPath = None,
-    sarif: OutPath = None,
-    traces: OutPath = None,
+    json: JsonPath = None,
+    html: HtmlPath = None,
+    markdown: MarkdownPath = None,
+    junit: JunitPath = None,
+    sarif: SarifPath = None,
+    traces: TracesPath = None,
+    quiet: Quiet = False,  # noqa: FBT002 - a flag
 ) -> int:
     """Judge one or more candidates: exit 0 accepted, 1 rejected, 3 inconclusive, 2 usage."""
     outputs = {"json": json, "html": html, "markdown": markdown, "junit": junit, "sarif": sarif, "traces": traces}
+    _ready(outputs)
     reports = _verify(
         problem,
         candidates,
@@ -113,9 +133,11 @@ def check(
         tuple(only or ()),
         tuple(skip or ()),
         fail_fast=fail_fast,
+        strict=strict,
+        quiet=quiet,
     )
     _show(reports)
-    _write(reports, outputs)
+    _write(reports, outputs, quiet=quiet)
     return _exit_code(reports, strict=strict)
 
 
@@ -127,39 +149,44 @@ def train(
     device: Device = "auto",
     policy: PolicyName = "standard",
     seed: Seed = None,
-    json: OutPath = None,
-    html: OutPath = None,
+    json: JsonPath = None,
+    html: HtmlPath = None,
+    quiet: Quiet = False,  # noqa: FBT002 - a flag
 ) -> int:
     """Run the training matrix alone: data × optimizer, against honest controls."""
     from dataclasses import replace
 
     from seatrial.api import policy_named
 
+    outputs = {"json": json, "html": html}
+    _ready(outputs)
     chosen = replace(policy_named(policy), trial=True)
-    reports = _verify(
-        problem, candidates, entry_point, device, chosen, seed, ("does-not-load", "training-divergence"), ()
-    )
+    only = ("does-not-load", "training-divergence")
+    reports = _verify(problem, candidates, entry_point, device, chosen, seed, only, (), command="train", quiet=quiet)
     _show(reports)
-    _write(reports, {"json": json, "html": html})
+    _write(reports, outputs, quiet=quiet)
     return _exit_code(reports, strict=False)
 
 
 @app.command()
 def demo(
     html: Annotated[Path, typer.Option(metavar="PATH", help="Where the page goes.")] = Path("seatrial-demo.html"),
-    json: OutPath = None,
+    json: JsonPath = None,
     device: Device = "cpu",
     seed: Seed = None,
     examples: Annotated[
         Path | None, typer.Option(metavar="DIR", help="The examples folder, when not beside the source.")
     ] = None,
+    quiet: Quiet = False,  # noqa: FBT002 - a flag
 ) -> int:
     """The origin case: a kernel that its benchmark passes, and that breaks a training run."""
     folder = _examples(examples) / "embedding_rmsnorm_backward"
     pair = [folder / "candidates" / f"{name}{_suffix(device)}.json" for name in ("faulty", "honest")]
-    reports = _verify(folder, pair, None, device, "standard", seed, (), ())
+    outputs = {"html": html, "json": json}
+    _ready(outputs)
+    reports = _verify(folder, pair, None, device, "standard", seed, (), (), quiet=quiet)
     _show(reports)
-    _write(reports, {"html": html, "json": json})
+    _write(reports, outputs, quiet=quiet)
     verdicts = [r.verdict.value for r in reports]
     sys.stdout.write(f"\nThe page: {html}\n")
     if verdicts != ["rejected", "accepted"]:
@@ -191,7 +218,7 @@ def adequacy(
     device: Device = "auto",
     policy: PolicyName = "standard",
     seed: Seed = None,
-    json: OutPath = None,
+    json: Annotated[Path | None, _out("Write every planted fault and what became of it as JSON.")] = None,
 ) -> int:
     """Say how strong the inputs are: faults planted in the reference, and which of them the audit exposes."""
     from seatrial.adequacy.score import measure
@@ -202,6 +229,7 @@ def adequacy(
     from seatrial.study import Study
     from seatrial.verify import fresh_seed
 
+    _ready({"json": json})
     chosen = policy_named(policy)
     study = Study(load_problem(problem), chosen, pick(device), fresh_seed() if seed is None else seed)
     measured = measure(study, chosen.adequacy_s, mutants=chosen.mutants, benchmark=True)
@@ -209,7 +237,10 @@ def adequacy(
         sys.stdout.write(line + "\n")
     sys.stdout.write(f"seed {study.seed}, policy {chosen.name}, {study.device.name}\n")
     if json is not None:
-        json.write_text(measured.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        try:
+            json.write_text(measured.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"cannot write {json}: {error.strerror}; give another path with --json") from error
     return 0
 
 
@@ -265,10 +296,14 @@ def _verify(
     skip: tuple[str, ...],
     *,
     fail_fast: bool = False,
+    strict: bool = False,
+    command: str = "check",
+    quiet: bool = False,
 ) -> list[Report]:
     from seatrial.api import policy_named
     from seatrial.devices import pick
     from seatrial.formats import load_candidates, load_problem
+    from seatrial.progress import shown
     from seatrial.verify import Options, fresh_seed, selected, verify
 
     selected(only, skip)  # a misspelt name is said before anything slow begins
@@ -276,7 +311,7 @@ def _verify(
     place = pick(device)
     loaded = load_problem(problem)
     kernels = load_candidates(candidates, entry_point=entry_point, problem=loaded)
-    with _progress_bar() as progress:
+    with shown(sys.stderr, quiet=quiet) as progress:
         options = Options(
             policy=chosen,
             device=place,
@@ -284,39 +319,11 @@ def _verify(
             only=only,
             skip=skip,
             fail_fast=fail_fast,
+            strict=strict,
+            command=command,
             progress=progress,
         )
         return verify(loaded, kernels, options)
-
-
-@contextmanager
-def _progress_bar() -> Iterator[Callable[[str, str, float], None]]:
-    """Bars on a terminal: candidate, check, workload, time left. Nothing at all elsewhere."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda candidate, words, share: None
-        return
-    with Progress(
-        TextColumn("{task.description:24}", markup=False),
-        BarColumn(bar_width=24),
-        TextColumn("{task.fields[words]:48.48}", markup=False),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-    ) as bars:
-        tasks: dict[str, Any] = {}
-
-        def show(candidate: str, words: str, share: float) -> None:
-            if candidate not in tasks:
-                tasks[candidate] = bars.add_task(candidate[:24], total=1.0, words=words)
-            bars.update(tasks[candidate], completed=share, words=words)
-
-        yield show
 
 
 def _show(reports: list[Report]) -> None:
@@ -327,12 +334,21 @@ def _show(reports: list[Report]) -> None:
     render(reports, Console(soft_wrap=not sys.stdout.isatty()))
 
 
-def _write(reports: list[Report], outputs: dict[str, Path | None]) -> None:
+def _ready(outputs: dict[str, Path | None]) -> None:
+    """A report that cannot be written is said before the audit, not after it."""
+    from seatrial.report import check_paths
+
+    check_paths(outputs)
+
+
+def _write(reports: list[Report], outputs: dict[str, Path | None], *, quiet: bool) -> None:
     from seatrial.report import write
 
-    for kind, path in outputs.items():
-        if path is not None:
-            write(kind, reports, path)
+    wanted = {kind: path for kind, path in outputs.items() if path is not None}
+    for kind, path in wanted.items():
+        write(kind, reports, path)
+    if wanted and not quiet:
+        _say(f"Wrote {', '.join(map(str, wanted.values()))}")
 
 
 def _exit_code(reports: list[Report], *, strict: bool) -> int:

@@ -56,14 +56,29 @@ def in_reading_order(findings: Sequence[Finding]) -> list[Finding]:
     return sorted(findings, key=rank)
 
 
-def headline(verdict: Verdict, findings: Sequence[Finding]) -> str:
-    """The verdict's ground in one sentence; `findings` in reading order."""
+def headline(verdict: Verdict, findings: Sequence[Finding], *, ran: int, known: int) -> str:
+    """The verdict's ground in one sentence; `findings` in reading order.
+
+    `ran` of `known` checks were carried out; when some were not, the sentence says so.
+    """
     first = findings[0].reason if findings else "nothing could be checked"
+    part = "" if ran == known else _part(ran, known)
     if verdict is Verdict.ACCEPTED:
-        return f"every planned check ran and held ({sum(f.outcome is Outcome.HELD for f in findings)} findings)."
+        held = sum(f.outcome is Outcome.HELD for f in findings)
+        whole = f"every planned check ran and held ({_count(held, 'finding', 'findings')})."
+        return f"{part}; {'it' if ran == 1 else 'they'} held." if part else whole
     more = sum(f.outcome is findings[0].outcome for f in findings) - 1 if findings else 0
-    noun = "objections" if verdict is Verdict.REJECTED else "findings like it"
-    return f"{first}{f' (and {more} more {noun})' if more else ''}."
+    nouns = ("objection", "objections") if verdict is Verdict.REJECTED else ("finding like it", "findings like it")
+    others = f" (and {more} more {nouns[more != 1]})" if more else ""
+    return f"{first}{others}{f'; {part}' if part else ''}."
+
+
+def _part(ran: int, known: int) -> str:
+    return f"{ran} of {known} checks {'was' if ran == 1 else 'were'} run" if ran else "no check was run"
+
+
+def _count(things: int, singular: str, plural: str) -> str:
+    return f"{things} {singular if things == 1 else plural}"
 
 
 # Here the judge itself weighs the native reference against the candidate (reference deficient), and an unbounded

@@ -7,7 +7,7 @@ import secrets
 import shlex
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import seatrial
@@ -16,6 +16,7 @@ from seatrial.bench import Bench
 from seatrial.checks import CHECKS
 from seatrial.checks.base import Check, Conclusion, NotApplicable, not_verified
 from seatrial.errors import InfrastructureError, UsageError
+from seatrial.formats.plain import SEED_IGNORED
 from seatrial.judge import conclude, demote_where_control_fails, headline, in_reading_order
 from seatrial.model import Adequacy, BenchmarkRule, Candidate, CheckRow, Finding, Outcome, Problem, Ran, Report, Verdict
 from seatrial.policy import Policy
@@ -25,8 +26,9 @@ if TYPE_CHECKING:
     from seatrial.devices.base import Device
     from seatrial.workers.process import ForkServer
 
+CONTROL = "the reference, as a control"
+PLANTING = "faults planted in the reference"
 NOT_MEASURED = "how strong the inputs are was not measured"
-
 Progress = Callable[[str, str, float], None]  # (candidate, what is being done, share done of this candidate)
 
 
@@ -49,6 +51,8 @@ class Options:
     only: tuple[str, ...] = ()
     skip: tuple[str, ...] = ()
     fail_fast: bool = False
+    strict: bool = False  # changes the exit code alone, so it is kept only to be said again
+    command: str = "check"  # the verb of the command line: "check" or "train"
     progress: Progress = silent
 
 
@@ -59,6 +63,7 @@ class Audit:
     conclusions: list[tuple[str, Conclusion]] = field(default_factory=list)
     rows: list[CheckRow] = field(default_factory=list)
     rule: BenchmarkRule | None = None
+    ran: int = 0  # checks that were carried out, whatever they concluded
 
     @property
     def findings(self) -> list[Finding]:
@@ -81,7 +86,7 @@ def verify(problem: Problem, candidates: Sequence[Candidate], options: Options) 
     checks = selected(options.only, options.skip)
     study = Study(problem, options.policy, options.device, options.seed)
     with ForkServer() as server:
-        control = _run_control(study, server, checks)
+        control = _run_control(study, server, checks, options.progress)
         adequacy = measured_adequacy(study, checks, options)  # after the control: the cases are then worked out
         return [_verify_one(study, server, c, checks, control, adequacy, options) for c in candidates]
 
@@ -94,13 +99,13 @@ def measured_adequacy(study: Study, checks: Sequence[Check], options: Options) -
         return Adequacy(sentence=f"{NOT_MEASURED}: policy {study.policy.name} plants no faults in the reference")
     if not any(check.NAME == "fitted-inputs" for check in checks):
         return Adequacy(sentence=f"{NOT_MEASURED}: fitted-inputs, which uses the inputs that it finds, was not run")
-    options.progress(study.problem.name, "planting faults in the reference", 0.0)
+    options.progress(PLANTING, "", 0.0)
     try:
         return measure(study, study.policy.adequacy_s, mutants=study.policy.mutants)
     except InfrastructureError as error:
         return Adequacy(sentence=f"{NOT_MEASURED}: {error}")
     finally:
-        options.progress(study.problem.name, "planting faults in the reference", 1.0)
+        options.progress(PLANTING, "", 1.0)
 
 
 def selected(only: Iterable[str], skip: Iterable[str]) -> list[Check]:
@@ -131,7 +136,9 @@ def _verify_one(
     audit = Audit()
     obstacle = _obstacle(candidate, study)
     if obstacle:
-        audit.conclusions.append(("does-not-load", Conclusion([not_verified("does-not-load", obstacle)])))
+        conclusion = Conclusion([not_verified("does-not-load", obstacle)])
+        audit.conclusions.append(("does-not-load", conclusion))
+        audit.rows.append(_row(CHECKS["does-not-load"], conclusion, 0, 0.0))
     else:
         bench = Bench(study, candidate, server, clock)
         try:
@@ -145,10 +152,14 @@ def _verify_one(
 def _obstacle(candidate: Candidate, study: Study) -> str:
     if candidate.not_built:
         return candidate.not_built
-    if candidate.needs_cuda and not study.device.name.startswith("cuda"):
+    if _lacks_cuda(candidate, study):
         languages = ", ".join(candidate.languages)
         return f"a {languages} kernel needs a CUDA device, and this audit ran on {study.device.name}"
     return ""
+
+
+def _lacks_cuda(candidate: Candidate, study: Study) -> bool:
+    return candidate.needs_cuda and not candidate.not_built and not study.device.name.startswith("cuda")
 
 
 def _run_checks(study: Study, bench: Bench, checks: Sequence[Check], audit: Audit, options: Options) -> None:
@@ -160,6 +171,7 @@ def _run_checks(study: Study, bench: Bench, checks: Sequence[Check], audit: Audi
         conclusion = _run_check(study, bench, check)
         audit.conclusions.append((check.NAME, conclusion))
         audit.rows.append(_row(check, conclusion, bench.calls - before, time.monotonic() - started))
+        audit.ran += 1
         if options.fail_fast and audit.rejected:
             return
         if check.NAME == "does-not-load" and audit.rejected:
@@ -173,7 +185,8 @@ def _run_check(study: Study, bench: Bench, check: Check) -> Conclusion:
             return Conclusion([Finding(check=check.NAME, outcome=Outcome.NOT_APPLICABLE, reason=jobs.reason)])
         evidence = []
         for n, job in enumerate(jobs):
-            bench.progress(job.words, n / max(1, len(jobs)))
+            counted = f"{job.words}, {n + 1} of {len(jobs)}" if len(jobs) > 1 else job.words
+            bench.progress(counted, n / max(1, len(jobs)))
             evidence.append(check.observe(bench, job))
         return check.judge(study, evidence)
     except InfrastructureError as error:
@@ -199,7 +212,7 @@ def _row(check: Check, conclusion: Conclusion, calls: int, seconds: float) -> Ch
 # -- the control and the benchmark's own rule ---------------------------------------------------------
 
 
-def _run_control(study: Study, server: ForkServer, checks: Sequence[Check]) -> dict[str, str]:
+def _run_control(study: Study, server: ForkServer, checks: Sequence[Check], progress: Progress) -> dict[str, str]:
     """Checks that the reference itself fails, with the reason: they cannot speak about a candidate."""
     clock = Clock(study.policy.budget_s)
     bench = Bench(study, study.reference_as_candidate(), server, clock)
@@ -207,12 +220,14 @@ def _run_control(study: Study, server: ForkServer, checks: Sequence[Check]) -> d
     try:
         if bench.load().ran is not Ran.RETURNED:
             return {}  # the reference runs in the parent only (a device literal, say); the oracle still stands
-        for check in checks:
+        for i, check in enumerate(checks):
+            progress(CONTROL, check.NAME, i / len(checks))
             if check.NAME == "training-divergence":
                 continue  # the trial has honest controls of its own
             for finding in _run_check(study, bench, check).findings:
                 if finding.outcome is Outcome.FAILED:
                     failures.setdefault(check.NAME, finding.reason)
+        progress(CONTROL, checks[-1].NAME, 1.0)
     finally:
         bench.close()
     return failures
@@ -255,7 +270,7 @@ def _report(
         candidate=candidate.name,
         candidate_path=candidate.path,
         verdict=verdict,
-        headline=headline(verdict, findings),
+        headline=headline(verdict, findings, ran=audit.ran, known=len(CHECKS)),
         grade=next((c.grade for _, c in audit.conclusions if c.grade), ""),
         findings=findings,
         checks=audit.rows,
@@ -277,6 +292,7 @@ def _report(
 def _limits(study: Study, findings: Sequence[Finding], adequacy: Adequacy, options: Options) -> list[str]:
     limits = [f.reason for f in findings if f.outcome is Outcome.LIMITED]
     limits += [f.reason for f in findings if f.outcome is Outcome.NOT_APPLICABLE and f.reason.endswith("not probed")]
+    limits += study.oracle_limits()
     left = len(study.problem.workloads) - len(study.audited)
     if left > 0:
         limits.append(
@@ -288,6 +304,8 @@ def _limits(study: Study, findings: Sequence[Finding], adequacy: Adequacy, optio
     if not adequacy.faults:
         limits.append(adequacy.sentence)
     limits += [f"a fault that was planted in the reference and not exposed: it {words}" for words in adequacy.survivors]
+    if SEED_IGNORED in study.problem.oddities:
+        limits.append("fresh draws were impossible: every case of the declared inputs holds the same values")
     if options.only or options.skip:
         limits.append("only some checks were run (--only / --skip), so the verdict speaks for those alone")
     if not study.device.name.startswith("cuda"):
@@ -319,26 +337,53 @@ def environment(device: Device, server: ForkServer) -> dict[str, str]:
 
 
 def reproducer(study: Study, candidate: Candidate, finding: Finding, options: Options) -> str:
-    """The command (or Python line) that shows this finding again, with the same inputs."""
+    """The command (or Python line) that shows this finding again, with the same inputs.
+
+    Where the candidate could not run for want of CUDA it is the whole run on a CUDA device instead, for there is
+    nothing here to show again.
+    """
     if finding.outcome in (Outcome.HELD, Outcome.NOT_APPLICABLE):
         return ""
-    return _command(study, candidate, options, only=finding.check)
+    if _lacks_cuda(candidate, study):
+        return _command(study, candidate, options, device="cuda")
+    trained = options.command == "train" and finding.check == "training-divergence"
+    # `train` runs the matrix under any policy, `check --only training-divergence` only where the policy has it.
+    return _command(study, candidate, options if trained else _alone(finding.check, options))
 
 
-def _command(study: Study, candidate: Candidate, options: Options, only: str = "") -> str:
+def _alone(check: str, options: Options) -> Options:
+    return replace(options, command="check", only=(check,), skip=(), fail_fast=False, strict=False)
+
+
+def _command(study: Study, candidate: Candidate, options: Options, device: str = "") -> str:
+    """What was run, for this candidate alone; `device` when it is to run elsewhere."""
+    place = device or study.device.name
     if not candidate.path or candidate.pickled:
-        chosen = f", only=[{only!r}]" if only else ""
-        return (
-            f"seatrial.check({candidate.name}, reference=…, inputs=…, seed={study.seed}, "
-            f"policy={study.policy.name!r}, device={study.device.name!r}{chosen})"
-        )
-    words = ["seatrial", "check", study.problem.path, candidate.path]
+        return _python_line(study, candidate, options, place)
+    words = ["seatrial", options.command, study.problem.path, candidate.path]
     if candidate.path.endswith(".py"):
         words += ["--entry-point", candidate.entry_point]
-    if only:
-        words += ["--only", only]
-    words += ["--seed", str(study.seed), "--policy", study.policy.name, "--device", study.device.name]
+    if options.command == "check":
+        words += _chosen_part(options)
+    words += ["--seed", str(study.seed), "--policy", study.policy.name, "--device", place]
     return shlex.join(words)
+
+
+def _chosen_part(options: Options) -> list[str]:
+    words = [word for check in options.only for word in ("--only", check)]
+    words += [word for check in options.skip for word in ("--skip", check)]
+    flags = (("--fail-fast", options.fail_fast), ("--strict", options.strict))
+    return words + [flag for flag, given in flags if given]
+
+
+def _python_line(study: Study, candidate: Candidate, options: Options, device: str) -> str:
+    chosen = f", only={list(options.only)!r}" if options.only else ""
+    chosen += f", skip={list(options.skip)!r}" if options.skip else ""
+    chosen += ", fail_fast=True" if options.fail_fast else ""
+    return (
+        f"seatrial.check({candidate.name}, reference=…, inputs=…, seed={study.seed}, "
+        f"policy={study.policy.name!r}, device={device!r}{chosen})"
+    )
 
 
 def worst_of(reports: Sequence[Report]) -> Verdict:

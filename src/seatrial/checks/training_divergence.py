@@ -46,7 +46,7 @@ def observe(bench: Bench, job: Job) -> Evidence:
         honest=bench.study.honest_runs,
         fault_proven=bench.proven_fault,
         device=bench.study.device.name,
-        progress=lambda cell, step, total: bench.progress(cell, step / max(1, total)),
+        progress=lambda cell, step, total: bench.progress(f"{cell}, step {step} of {total}", step / max(1, total)),
         seed=bench.study.seed_for("trial"),
     )
     return Evidence(job, (), {"trial": trial, "why": why})

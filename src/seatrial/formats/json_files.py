@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from seatrial.errors import UsageError
+
+MOST_NAMES = 8  # fields named in one sentence
 
 
 def read_text(path: Path, error: type[UsageError]) -> str:
@@ -23,8 +26,13 @@ def read_text(path: Path, error: type[UsageError]) -> str:
         raise error(f"{path} cannot be read ({reason}); check the path and its permissions") from fault
 
 
-def parse_object(text: str, path: Path, error: type[UsageError], *, first_line: int = 1) -> dict[str, Any]:
-    """The JSON object in `text`, which starts at `first_line` of `path`; raises `error` for anything else."""
+def parse_object(
+    text: str, path: Path, error: type[UsageError], *, first_line: int = 1, wanted: str = ""
+) -> dict[str, Any]:
+    """The JSON object in `text`, which starts at `first_line` of `path`; raises `error` for anything else.
+
+    `wanted` says in words what the object should be.
+    """
     try:
         found = json.loads(text)
     except json.JSONDecodeError as fault:
@@ -33,13 +41,15 @@ def parse_object(text: str, path: Path, error: type[UsageError], *, first_line: 
     except RecursionError as fault:
         raise error(f"{path}, line {first_line}: JSON nested too deeply to read; flatten it") from fault
     if not isinstance(found, dict):
-        raise error(f"{path}, line {first_line}: expected a JSON object but found {_kind(found)}; wrap it in {{…}}")
+        raise error(
+            f"{path}, line {first_line}: expected {wanted or 'a JSON object'} but found {_kind(found)}; give one object, {{…}}"
+        )
     return found
 
 
-def read_object(path: Path, error: type[UsageError]) -> dict[str, Any]:
+def read_object(path: Path, error: type[UsageError], *, wanted: str = "") -> dict[str, Any]:
     """The JSON object that fills the file `path`."""
-    return parse_object(read_text(path, error), path, error)
+    return parse_object(read_text(path, error), path, error, wanted=wanted)
 
 
 def read_lines(path: Path, error: type[UsageError]) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -50,20 +60,34 @@ def read_lines(path: Path, error: type[UsageError]) -> Iterator[tuple[int, dict[
 
 
 def one_sentence(fault: ValidationError) -> str:
-    """The first thing pydantic objects to: field, what is wrong, the value it saw."""
-    first = fault.errors(include_url=False)[0]
-    field = ".".join(str(part) for part in first["loc"]) or "the object"
+    """What pydantic objects to: all missing fields by name, else the first fault with the value it saw."""
+    faults = fault.errors(include_url=False)
+    missing = [_field(one) for one in faults if one["type"] == "missing"]
+    if faults[0]["type"] == "missing":
+        others = len(faults) - len(missing)
+        more = f", and {others} more {'fault' if others == 1 else 'faults'} beside" if others else ""
+        one = len(missing) == 1
+        return f"{'field' if one else 'fields'} {_listed(missing)} {'is' if one else 'are'} missing{more}; add {'it' if one else 'them'}"
+    first = faults[0]
     message = first["msg"].removeprefix("Value error, ").rstrip(".")
-    more = f", and {fault.error_count() - 1} more" if fault.error_count() > 1 else ""
-    if first["type"] == "missing":
-        return f"field {field} is missing{more}; add it"
-    if first["type"] == "value_error":
-        return f"field {field}: {message}{more}"
-    return f"field {field}: {message} (found {_short(first['input'])}){more}"
+    also = f", and {len(faults) - 1} more: {_listed([_field(one) for one in faults[1:]])}" if len(faults) > 1 else ""
+    found = "" if first["type"] == "value_error" else f" (found {_short(first['input'])})"
+    return f"field {_field(first)}: {message}{found}{also}"
+
+
+def _field(fault: ErrorDetails) -> str:
+    return ".".join(str(part) for part in fault["loc"]) or "the object"
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(names[:MOST_NAMES])
+    return f"{shown} and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else shown
 
 
 def _kind(value: object) -> str:
-    return {list: "a list", str: "a string", bool: "true or false", type(None): "null"}.get(type(value), "a number")
+    if isinstance(value, list):
+        return f"a list of {len(value)}"
+    return {str: "a string", bool: "true or false", type(None): "null"}.get(type(value), "a number")
 
 
 def _short(value: object) -> str:

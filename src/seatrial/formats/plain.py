@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     import torch
 
 NAME = "plain"
-FIRST_SEED = 0
+FIRST_SEED, SECOND_SEED = 0, 1
+SEED_IGNORED = "the input maker ignores its seed: two different seeds give the same values"
 
 
 def problem_from_callables(
@@ -36,9 +37,11 @@ def problem_from_callables(
 
     `inputs` takes a seed (int), a torch.Generator (a parameter named `generator`, or annotated as one)
     or nothing, and returns a dict, a tuple, a list or one tensor; one that takes nothing draws from the
-    global random stream, which is seeded for it. The reference is called with the inputs positionally
-    and runs once here, on the CPU, to learn the outputs. Raises ProblemError when either fails or
-    returns something else.
+    global random stream, which is seeded for it. The reference and the kernel are called with the inputs
+    positionally. A dict whose keys are all parameters of the reference is put into its order first; one of
+    which only some keys are, in other places, is refused. The reference runs once here, on the CPU, to learn
+    the outputs. Values that two seeds do not change are an oddity of the problem. Raises ProblemError when
+    either function fails or returns something else.
     """
     draw = PlainDraw(inputs, _parameter_names(reference))
     workload = Workload("inputs", {}, {})
@@ -56,7 +59,22 @@ def problem_from_callables(
         resizable=False,
         description=inspect.getdoc(reference) or "",
         path=inspect.getsourcefile(reference) or "" if inspect.isfunction(reference) else "",
+        oddities=(SEED_IGNORED,) if _same_values(drawn, draw(workload, SECOND_SEED, "cpu")) else (),
     )
+
+
+def refuse_other_order(kernel: Callable[..., Any], problem: Problem) -> None:
+    """Raises CandidateError when a kernel names the inputs as the problem does, but in another order.
+
+    Inputs travel by position, so such a kernel would be handed one in place of another without a word.
+    """
+    names = tuple(spec.name for spec in problem.inputs)
+    clash = _misplaced(names, _parameter_names(kernel))
+    if clash:
+        raise CandidateError(
+            f"kernel '{_name_of(kernel)}' takes `{clash}` in another place than the problem gives it "
+            f"({', '.join(names)}), and inputs go by position; give its parameters that order"
+        )
 
 
 def candidate_from_callable(fn: Callable[..., Any], *, name: str | None = None) -> Candidate:
@@ -145,7 +163,7 @@ class PlainDraw:
         import torch
 
         if isinstance(made, Mapping):
-            named = {str(key): value for key, value in made.items()}
+            named = _in_order({str(key): value for key, value in made.items()}, self._names)
         elif isinstance(made, Sequence) and not isinstance(made, str):
             fitting = self._names if len(self._names) == len(made) else tuple(f"input{i}" for i in range(len(made)))
             named = dict(zip(fitting, made, strict=True))
@@ -155,6 +173,39 @@ class PlainDraw:
             if not isinstance(value, torch.Tensor | int | float | bool):
                 raise ProblemError(f"input '{key}' is {type(value).__name__}, not a tensor or a number; return tensors")
         return named
+
+
+def _in_order(named: dict[str, Value], parameters: tuple[str, ...]) -> dict[str, Value]:
+    """The inputs as the reference takes them by position; raises ProblemError where the names say otherwise."""
+    if set(named) <= set(parameters):
+        named = {name: named[name] for name in parameters if name in named}
+    clash = _misplaced(tuple(named), parameters)
+    if clash:
+        raise ProblemError(
+            f"the inputs ({', '.join(named)}) go by position, and the reference takes `{clash}` in another place "
+            f"({', '.join(parameters)}); name them all as the reference does and leave none out before it"
+        )
+    return named
+
+
+def _misplaced(names: Sequence[str], parameters: Sequence[str]) -> str:
+    """The first name that is a parameter, yet not the one that its position reaches; empty when there is none."""
+    return next((name for i, name in enumerate(names) if name in parameters and name not in parameters[i : i + 1]), "")
+
+
+def _same_values(first: Mapping[str, Value], second: Mapping[str, Value]) -> bool:
+    """True when no tensor differs; where there are floating tensors, they alone count (ids may well be fixed)."""
+    import torch
+
+    pairs = [(a, second.get(name)) for name, a in first.items() if isinstance(a, torch.Tensor)]
+    drawn = [pair for pair in pairs if pair[0].is_floating_point() or pair[0].is_complex()] or pairs
+    return bool(drawn) and all(isinstance(b, torch.Tensor) and _alike(a, b) for a, b in drawn)
+
+
+def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return bool(((a == b) | ((a != a) & (b != b))).all())  # NaN is like NaN
 
 
 def _wanted(make: Callable[..., Any]) -> str:

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 NAME = "sol-execbench"
 DEFINITION, WORKLOADS = "definition.json", "workload.jsonl"
+A_DEFINITION = "a definition, one JSON object with name, axes, inputs, outputs and reference,"
+A_SOLUTION = "a solution, one JSON object with name, spec and sources,"
 NOT_BUILT = "C++ and CUDA sources are not built yet"
 
 
@@ -97,7 +99,7 @@ def _folder(path: Path) -> Path:
 
 
 def _read_definition(path: Path) -> sol_schema.Definition:
-    written = json_files.read_object(path, ProblemError)
+    written = json_files.read_object(path, ProblemError, wanted=A_DEFINITION)
     try:
         return sol_schema.Definition.model_validate(written)
     except ValidationError as fault:
@@ -313,7 +315,7 @@ def _take(custom: Mapping[str, Any], name: str, device: str) -> Value:
 
 
 def _load_solution(path: Path) -> Candidate:
-    written = json_files.read_object(path, CandidateError)
+    written = json_files.read_object(path, CandidateError, wanted=A_SOLUTION)
     try:
         solution = sol_schema.Solution.model_validate(written)
     except ValidationError as fault:

@@ -41,7 +41,7 @@ def keep_domain(changed: Tensor, declared: Tensor) -> Tensor:
         elif bool((finite <= 1).all()):
             changed = changed.clamp(max=1.0)
     elif finite.numel() and bool((finite <= 0).all()):
-        changed = -changed.abs()
+        changed = changed.log_softmax(-1) if _are_log_probabilities(original) else -changed.abs()
     limits = torch.finfo(declared.dtype)
     kept = torch.where(original.isfinite(), changed.clamp(limits.min, limits.max), original)
     return kept.to(declared.dtype).contiguous()
@@ -78,6 +78,10 @@ def _every_row_monotone(values: Tensor) -> bool:
         return False
     steps = values.reshape(-1, values.shape[-1]).to(torch.float32).diff(dim=-1)
     return bool((steps >= 0).all() or (steps <= 0).all())
+
+
+def _are_log_probabilities(values: Tensor) -> bool:
+    return values.dim() > 0 and values.shape[-1] >= 2 and _sums_to_one(values.exp())
 
 
 def _sums_to_one(values: Tensor) -> bool:

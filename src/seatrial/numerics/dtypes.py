@@ -8,6 +8,7 @@ float32 and rounds twice).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -39,7 +40,10 @@ FORMATS: dict[torch.dtype, FloatFormat] = {
     torch.float8_e5m2: FloatFormat(3, -14, 57344.0),
     torch.float8_e4m3fnuz: FloatFormat(4, -7, 240.0, has_infinity=False),
     torch.float8_e5m2fnuz: FloatFormat(3, -15, 57344.0, has_infinity=False),
+    torch.float8_e8m0fnu: FloatFormat(1, -127, 2.0**127, has_infinity=False),
 }
+E8M0 = torch.float8_e8m0fnu  # block scales: powers of two, no sign, no zero
+FP4 = torch.float4_e2m1fn_x2  # two values in a byte: a container, decoded where it is used (numerics/scaled.py)
 FP8 = frozenset(d for d in FORMATS if d.itemsize == 1)
 HALF = frozenset({torch.float16, torch.bfloat16})
 NARROW = frozenset({torch.float32}) | HALF | FP8  # what the oracle replaces by float64
@@ -74,17 +78,35 @@ def half_ulp(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def round_to(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Each float64 value rounded to nearest-even in `dtype`, as float64; overflow as the format has it (inf or NaN)."""
+    """Each float64 value rounded to nearest-even in `dtype`, as float64; overflow gives inf or NaN as the format has
+    it, or for fp8 the largest value where this torch does so too."""
     if dtype == torch.float64:
         return values.clone()
+    if dtype == E8M0:  # ties go to the even exponent, which the mantissa rounding below does not see
+        return to_float64(values.to(torch.float32).to(E8M0))
     form = FORMATS[dtype]
     spacing = half_ulp(values, dtype).mul_(2.0)
     rounded = torch.where(torch.isfinite(values), torch.round(values / spacing).mul_(spacing), values)
     too_large = rounded.abs() > form.largest
     if bool(too_large.any()):
-        beyond = torch.copysign(torch.full_like(rounded, torch.inf), rounded) if form.has_infinity else torch.nan
-        rounded = torch.where(too_large, beyond, rounded)
+        limit = form.largest if dtype in FP8 and _saturates(dtype, values.device.type) else torch.inf
+        beyond = torch.copysign(torch.full_like(rounded, limit), rounded)
+        rounded = torch.where(too_large, beyond if form.has_infinity or limit != torch.inf else torch.nan, rounded)
+        if limit != torch.inf:
+            rounded = torch.where(torch.isinf(values), _infinity_in(dtype, values.device.type) * values.sign(), rounded)
     return rounded
+
+
+@lru_cache(maxsize=16)
+def _saturates(dtype: torch.dtype, device: str) -> bool:
+    """Whether this torch stores the largest value where fp8 overflows (2.13 does on the CPU; earlier gave NaN)."""
+    beyond = torch.tensor([4 * FORMATS[dtype].largest], dtype=torch.float32, device=device)
+    return bool(torch.isfinite(beyond.to(dtype).to(torch.float32)).all())
+
+
+@lru_cache(maxsize=16)
+def _infinity_in(dtype: torch.dtype, device: str) -> float:
+    return float(torch.tensor([torch.inf], device=device).to(dtype).to(torch.float32))
 
 
 def to_float64(values: Tensor) -> Tensor:

@@ -10,13 +10,13 @@ The native low-precision reference is never the bar: it may be the broken party.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from seatrial.model import Value
-from seatrial.numerics.compare import ENOUGH, ILL_SHARE, OutputReport, TestResult, Yardstick, compare_exactly
+from seatrial.numerics.compare import ENOUGH, TOO_FEW, OutputReport, TestResult, Yardstick, compare_exactly
 from seatrial.numerics.dtypes import coarser, is_float, to_float64
 from seatrial.numerics.noise import CONTRACTS, F32, IO, TC, Contract
 from seatrial.numerics.oracle import Oracle, OracleResult
@@ -30,6 +30,7 @@ __all__ = [
 Groups = Mapping[str, Mapping[str, Tensor]]
 RANKS = {"F32": 0, "TC": 1, "IO": 2, "REJECT": 3}
 _FEW = 8  # samples for outputs of a few elements, which have no neighbours to pool with
+_CANCELS = 8.0  # sum|terms| / |sum terms| from which cancellation is worth a word
 _COMPUTE_BITS = 23  # an accumulator that reads fewer bits is not float32
 _TO_REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64, torch.complex32: torch.float16}
 
@@ -49,6 +50,8 @@ class Envelope:
     oracle      the float64 outputs it was built on
     dtypes      the dtype each output is judged in
     why         why nothing can be judged; empty when it can
+    conditions  sum|terms| / |sum terms| of the reductions on the way, by op name, the worst of each (rms over
+                its elements, and sum|terms| by its bound sqrt(n sum terms^2), which equal terms reach)
     """
 
     names: tuple[str, ...]
@@ -59,6 +62,7 @@ class Envelope:
     samples: tuple[tuple[Tensor, ...], ...]
     out_of_range: tuple[float, ...]
     why: str = ""
+    conditions: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def build(
@@ -99,7 +103,7 @@ class Envelope:
         if len(stored) != len(names):
             raise ValueError(f"{len(stored)} dtypes for {len(names)} outputs")
         unusable = cls(names, contract, result, stored, (None,) * len(names), (), (0.0,) * len(names))
-        if not result.faithful:
+        if not result.faithful and not result.weaker:
             return _because(unusable, result.why)
         tiny = any(value.numel() < ENOUGH and _is_real_or_complex(value) for value in result.values)
         wide = _is_wide(inputs, stored)
@@ -107,6 +111,9 @@ class Envelope:
         runs: list[tuple[Tensor, ...]] = []
         try:
             for number in range(max(samples, _FEW) if tiny else samples):
+                if result.weaker:
+                    runs.append(oracle.weaker_sample(inputs, seed + number, moved=number > 0))
+                    continue
                 runs.append(oracle.sample(inputs, contract, seed + number, base.tape, wide=wide, nearest=number == 0))
         except Exception as error:  # noqa: BLE001 - foreign code under noise; without samples nothing is judged
             return _because(
@@ -120,7 +127,7 @@ class Envelope:
         by_output = tuple(tuple(run[i] for run in runs) for i in range(len(names)))
         yardsticks = tuple(_yardstick(result, i, by_output[i], stored[i], wide=wide) for i in range(len(names)))
         lost = tuple(_out_of_range(yardsticks[i], native[i] if native is not None else None) for i in range(len(names)))
-        return cls(names, contract, result, stored, yardsticks, by_output, lost)
+        return cls(names, contract, result, stored, yardsticks, by_output, lost, "", dict(base.tape.conditions))
 
     def judge(self, outputs: Sequence[Tensor], *, groups: Groups | None = None) -> tuple[OutputReport, ...]:
         """One report per output, in order.
@@ -176,11 +183,12 @@ class Envelope:
             implied_bits=yardstick.implied_bits(errors),
             slope=slope,
             slope_allowed=yardstick.slope_allowed() if slope is not None else None,
+            unjudged=yardstick.unjudged,
             groups={t.name.removeprefix("bias by "): t.measured for t in tests if t.name.startswith("bias by ")},
         )
         if tests[0].failed:  # NaN where every honest run is finite needs no scale
             return _replaced(facts, passed=False)
-        why = _not_valid(yardstick, self.out_of_range[i])
+        why = _not_valid(yardstick, self.out_of_range[i], self.conditions)
         if why:
             return _replaced(facts, passed=None, why=why)
         return _replaced(facts, passed=not any(t.failed for t in tests))
@@ -231,12 +239,17 @@ def _out_of_range(yardstick: Yardstick | None, native: Tensor | None) -> float:
     return yardstick.excuse(real.to(yardstick.y.device)) if real.shape == yardstick.y.shape else 0.0
 
 
-def _not_valid(yardstick: Yardstick, out_of_range: float) -> str:
-    if out_of_range > ILL_SHARE:
+def _not_valid(yardstick: Yardstick, out_of_range: float, conditions: Mapping[str, float]) -> str:
+    """Why too few elements are left to judge; empty when there are enough."""
+    if yardstick.unjudged <= TOO_FEW * yardstick.y.numel():
+        return ""
+    if out_of_range > yardstick.ill_share:
         return f"The reference itself leaves its range on {out_of_range:.0%} of this output."
-    if yardstick.ill_share > ILL_SHARE and not yardstick.is_nought:
-        return f"{yardstick.ill_share:.0%} of this output is ill-conditioned here: honest rounding alone changes it by more than 3 %."
-    return ""
+    words = f"{yardstick.ill_share:.0%} of this output is ill-conditioned here: honest rounding alone changes it by more than 3 %."
+    worst = max(conditions, key=lambda name: conditions[name], default="")
+    if worst and conditions[worst] > _CANCELS:
+        words += f" The terms of `{worst}` cancel to 1/{conditions[worst]:.3g} of their size."
+    return words
 
 
 def _values_at(index: tuple[int, ...] | None, out: Tensor, expected: Tensor) -> dict[str, float | None]:
@@ -285,7 +298,7 @@ def grade_outputs(
 ) -> Graded:  # fmt: skip
     """Grade every output: TC first, then F32 for what passed and IO for what did not.
 
-    IO cannot see a *short* narrow accumulation; whoever accepts IO must also know that the accumulator
+    A weaker oracle (`OracleResult.weaker`) vouches for IO at best. IO cannot see a *short* narrow accumulation; whoever accepts IO must also know that the accumulator
     has at least 23 bits (probes), or use long reductions.
     """
     base = _base(oracle, inputs)
@@ -305,6 +318,8 @@ def grade_outputs(
             if grades[i] == "IO":
                 grades[i] = "IO" if report.passed else "REJECT"
                 reports[i] = report if report.passed else reports[i]
+    if base.result.weaker:  # its floor is that of the storage type, whatever the contract
+        grades = ["IO" if g in ("F32", "TC") else g for g in grades]
     return Graded(tuple(oracle.names), tuple(grades), tuple(reports))
 
 

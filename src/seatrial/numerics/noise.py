@@ -145,6 +145,16 @@ class Noise:
             return round_to(value, target)
         return self._times_one_plus(value, _STORE_SPREAD * unit_roundoff(target))
 
+    def constant(self, value: Tensor, declared: torch.dtype) -> Tensor:
+        """Constants are rounded once, alike wherever they are used; an honest kernel may keep them exact."""
+        if value.dtype != WIDE or self._wide or not is_float(declared):
+            return value
+        target = coarser(declared, self._io) if self._contract.round_intermediates and self._io else declared
+        error = (round_to(value, target) - value).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        if not bool(error.any()):
+            return value
+        return value + error * (1.0 if self._nearest else 2 * float(torch.rand((), generator=self._random)) - 1)
+
     # -- kinds of error
 
     def _roundoff(self, call: OpCall) -> float:
@@ -186,10 +196,17 @@ class Noise:
             return result.abs() * self._roundoff(call)
         u = self._roundoff(call)
         s2 = result * result
+        self._note_condition(call.name, (squares * terms).nan_to_num(posinf=0.0).sum(), s2.nan_to_num(posinf=0.0).sum())
         deviation = (s2 * (terms / 3 + 1) + squares * (terms / 6 + 1)).sqrt_().mul_(u)
         if call.name in _MATMULS and self._on_tensor_cores(call):
             deviation.add_(squares.sqrt(), alpha=u * _matmul_length(call) / 32)
         return deviation.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
+    def _note_condition(self, name: str, sizes: Tensor, sums: Tensor) -> None:
+        """Keep the worst sum|terms| / |sum terms|; n times the sum of squares bounds the square of sum|terms|."""
+        if float(sums) > 0:
+            condition = math.sqrt(float(sizes) / float(sums))
+            self._tape.conditions[name] = max(condition, self._tape.conditions.get(name, 0.0))
 
     def _operands(self, call: OpCall) -> tuple[Tensor, Tensor]:
         first = _first_operand(call)
@@ -382,8 +399,6 @@ def _matmul_scale(call: OpCall, result: Tensor) -> _Scale:
     if b.dim() == 1:
         rows, columns = rows.squeeze(-1), columns.squeeze(-1)
     squares = squares.mul_(rows).mul_(columns)
-    if call.name == "_scaled_mm":
-        squares = squares * (call.args[2] * call.args[3]).square()
     alpha = call.kwargs.get("alpha", 1)
     return float(a.shape[-1]), squares if alpha == 1 else squares.mul_(alpha * alpha)
 

@@ -1,8 +1,9 @@
 """The right answer: an unmodified PyTorch reference, run in float64 on the same low-precision inputs.
 
 `Oracle(reference, names).run(inputs)` gives float64 outputs, the dtypes the reference declares for them,
-and whether the run was faithful, with the reason when it was not. A reference that does not run at all
-raises `OracleUnavailable`; it never yields a value.
+and whether the run was faithful, with the reason when it was not. Where it was not, the native result stands
+in (numerics/weaker.py) and `kind` says so. A reference that does not run at all raises `OracleUnavailable`;
+it never yields a value.
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ from torch import Tensor
 
 from seatrial.errors import InfrastructureError
 from seatrial.model import Value
+from seatrial.numerics import weaker
 from seatrial.numerics.dtypes import NARROW, is_float, to_float64
 from seatrial.numerics.noise import Contract, Noise, io_dtype
 from seatrial.numerics.promote import WIDE, DeclaredDtypes, DeviceRedirect, Promotion, Tape, whole_storage
 
 _JITTER = 1e-9  # far below float32, far above float64
+_FLOAT64 = "float64"
+_NO_ANSWER = "The reference draws random numbers, so no single answer is right."
 _PUSH = 2.0**-6  # large enough to move any value that depends on the inputs
 
 
@@ -43,12 +47,19 @@ class OracleResult:
     dtypes     what the reference declares each output to be
     faithful   True when nothing on the way was rounded that a float64 run should not round
     why        the reason when it is not faithful; empty otherwise
+    kind       "float64"; "native, because …" for the weaker oracle; "none, because …" when no answer is right
     """
 
     values: tuple[Tensor, ...]
     dtypes: tuple[torch.dtype, ...]
     faithful: bool = True
     why: str = ""
+    kind: str = _FLOAT64
+
+    @property
+    def weaker(self) -> bool:
+        """The values are native ones, to be judged against how far native results move (numerics/weaker.py)."""
+        return self.kind.startswith("native")
 
 
 @dataclass
@@ -66,12 +77,18 @@ class Oracle:
     names       its output names, in order
     opaque      why float64 cannot follow what the reference does (it launches kernels of its own, say); empty
                 otherwise. Its native result then stands in, marked as unfaithful
+
+    After the first run, `kind` says what the values are (as `OracleResult.kind` does; what one run found stands), and `draws_randomness`
+    whether they depend on random numbers that the reference draws: a candidate must then draw the very same.
     """
 
     reference: Callable[..., Any]
     names: Sequence[str]
     opaque: str = ""
+    kind: str = field(default=_FLOAT64, init=False, repr=False)
+    draws_randomness: bool = field(default=False, init=False, repr=False)
     _leak: str | None = field(default=None, init=False, repr=False)
+    _float32_runs: bool | None = field(default=None, init=False, repr=False)
 
     def run(self, inputs: Sequence[Value]) -> OracleResult:
         """Float64 outputs for these inputs (tensors of any dtype on one device, and Python scalars).
@@ -88,10 +105,7 @@ class Oracle:
             raise
         except Exception as error:  # noqa: BLE001 - the reference is foreign code; its native run decides what this means
             return self._native_instead(inputs, error)
-        if self._leak is None:
-            self._leak = self.leak_test(inputs)
-        leak = self._leak or _known_leak(run)
-        return OracleResult(run.outputs, run.dtypes, not leak, leak)
+        return self._vouched(run, inputs)
 
     def native(self, inputs: Sequence[Value]) -> tuple[Tensor, ...]:
         """The reference as it is, in its own dtypes, on private copies of the inputs.
@@ -115,7 +129,6 @@ class Oracle:
 
     def base(self, inputs: Sequence[Value], tape: Tape) -> OracleResult:
         """Like `run`, and records on the tape what later samples may use again."""
-        checked = self._leak
         if self.opaque:
             return self.run(inputs)
         try:
@@ -126,10 +139,15 @@ class Oracle:
             tape.recorded = True  # an empty path: nothing on it is used again
             return self.run(inputs)
         tape.recorded = True
-        if checked is None:
-            self._leak = self.leak_test(inputs)
-        leak = self._leak or _known_leak(run)
-        return OracleResult(run.outputs, run.dtypes, not leak, leak)
+        return self._vouched(run, inputs)
+
+    def weaker_sample(self, inputs: Sequence[Value], seed: int, *, moved: bool) -> tuple[Tensor, ...]:
+        """One native result, in float64, of inputs that moved a little or not at all: the floor of the weaker oracle.
+
+        Raises OracleUnavailable when the reference raises on moved inputs.
+        """
+        given = weaker.moved(inputs, seed, as_float32=bool(self._float32_runs)) if moved else list(inputs)
+        return weaker.with_store_noise(self.native(given), seed)
 
     def leak_test(self, inputs: Sequence[Value]) -> str:
         """Why the float64 run is not one, or an empty string.
@@ -138,11 +156,19 @@ class Oracle:
         lie there too, and so do quantised, compared or clamped values; they are told apart by what moves
         when the inputs do.
         """
+        if self._answer_is_random(inputs):
+            return _NO_ANSWER
         if not any(_is_float_tensor(value) for value in inputs):
             return ""
+        try:
+            return self._hidden_rounding(inputs)
+        except OracleUnavailable:
+            raise
+        except Exception as error:  # noqa: BLE001 - foreign code that refuses inputs a little off the given ones
+            return f"The reference refuses inputs that moved a little ({_in_words(error)}), so hidden roundings cannot be ruled out."
+
+    def _hidden_rounding(self, inputs: Sequence[Value]) -> str:
         near = self._promoted_run([_jittered(v, _JITTER, 1) for v in inputs])
-        if near.promotion.events.draws and not self._repeats(inputs):
-            return "The reference draws random numbers, so no single answer is right."
         suspects = [
             i
             for i, out in enumerate(near.outputs)
@@ -164,18 +190,39 @@ class Oracle:
 
     # -- running
 
-    def _repeats(self, inputs: Sequence[Value]) -> bool:
-        """Whether two runs under different global random states agree."""
+    def _vouched(self, run: _Run, inputs: Sequence[Value]) -> OracleResult:
+        """The float64 run, or the weaker oracle when something in it was out of float64's reach."""
+        outside = run.promotion.events.outside
+        if outside:
+            return self._native_result(inputs, outside[0])
+        if self._leak is None:
+            self._leak = self.leak_test(inputs)
+        leak = self._leak or _known_leak(run)
+        if leak == _NO_ANSWER:
+            self.kind = "none, because the reference draws random numbers"
+            return OracleResult(run.outputs, run.dtypes, faithful=False, why=leak, kind=self.kind)
+        if leak:
+            return self._native_result(inputs, leak)
+        return OracleResult(run.outputs, run.dtypes)
+
+    def _answer_is_random(self, inputs: Sequence[Value]) -> bool:
+        """Whether the outputs depend on draws that differ from run to run; notes whether on any draws at all."""
+        first = self._promoted_run(inputs)
+        if not first.promotion.events.draws:
+            return False
+        self.draws_randomness = not _alike(first, self._promoted_run(inputs, redraw=True))
+        if not self.draws_randomness:
+            return False
         home = _home(inputs)
-        first = self._promoted_run(inputs).outputs
         with _quiet_torch(home):
             torch.rand(1, device=home)  # each run starts from the state it finds
-            second = self._promoted_run(inputs).outputs
-        return all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(first, second, strict=True))
+            return not _alike(first, self._promoted_run(inputs))
 
-    def _promoted_run(self, inputs: Sequence[Value], noise: Noise | None = None, tape: Tape | None = None) -> _Run:
+    def _promoted_run(
+        self, inputs: Sequence[Value], noise: Noise | None = None, tape: Tape | None = None, *, redraw: bool = False
+    ) -> _Run:
         home = _home(inputs)
-        promotion = Promotion(noise, tape)
+        promotion = Promotion(noise, tape, redraw=redraw)
         if noise is not None:
             noise.on_tape = lambda: promotion.on_tape
         admitted = [promotion.admit(value) for value in inputs]
@@ -193,9 +240,21 @@ class Oracle:
         )
 
     def _native_result(self, inputs: Sequence[Value], why: str) -> OracleResult:
-        native = self.native(inputs)
+        self.kind = f"native, because {why.rstrip('.')}"
+        declared = self.native(inputs)
+        native = self._native_in_float32(inputs, declared)
         values = tuple(to_float64(value) if value.dtype in NARROW else value for value in native)
-        return OracleResult(values, tuple(value.dtype for value in native), faithful=False, why=why)
+        return OracleResult(values, tuple(v.dtype for v in declared), faithful=False, why=why, kind=self.kind)
+
+    def _native_in_float32(self, inputs: Sequence[Value], declared: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The native result on float32 inputs, if the reference takes them and computes the same; `declared` otherwise."""
+        self._float32_runs = False
+        try:
+            wide = self.native(weaker.in_float32(inputs))
+        except OracleUnavailable:
+            return declared
+        self._float32_runs = weaker.same_computation(declared, wide)
+        return wide if self._float32_runs else declared
 
     def _by_name(self, returned: Any) -> list[Any]:
         if isinstance(returned, Mapping):
@@ -209,6 +268,11 @@ class Oracle:
                 f"The reference returned {len(values)} values for {len(self.names)} outputs ({', '.join(self.names)})."
             )
         return values
+
+
+def _alike(first: _Run, second: _Run) -> bool:
+    pairs = zip(first.outputs, second.outputs, strict=True)
+    return all(a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in pairs)
 
 
 def _known_leak(run: _Run) -> str:

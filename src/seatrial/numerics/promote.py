@@ -24,10 +24,11 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from seatrial.numerics.dtypes import FP8, NARROW, NARROW_COMPLEX, finer, is_float, round_to, to_float64
+from seatrial.numerics.dtypes import FP4, FP8, NARROW, NARROW_COMPLEX, finer, is_float, round_to, to_float64
+from seatrial.numerics.scaled import only_known_swizzles, rows_of, scaled_rows
 
 WIDE = torch.float64
 
@@ -57,12 +58,17 @@ DRAWS = op_names("""rand randn randint bernoulli bernoulli_ native_dropout rand_
     uniform_ normal multinomial exponential_ random_ log_normal_ cauchy_ geometric_""")
 # Factories with values of their own, which would be rounded to the default dtype.
 _FILLS = op_names("full linspace logspace arange")
+# Ops that store constants, which their declared dtype may round.
+_CONSTANTS = _FILLS | op_names("new_full full_like fill_ scalar_tensor")
 # Where a value may jump although its argument moved by a rounding error.
 DISCONTINUOUS = op_names("""sort topk argmax argmin argsort floor ceil round trunc sign eq ne lt le gt ge bucketize searchsorted
     floor_divide remainder fmod kthvalue nonzero masked_select heaviside floor_ ceil_ round_ trunc_""")
 _PUTS = op_names("index_put index_put_ _index_put_impl_")
 _SIDE_RESULTS_IN_FP32 = frozenset({"native_layer_norm", "native_group_norm", "native_batch_norm", "_fused_rms_norm"})
-MATMULS = op_names("mm bmm addmm baddbmm _scaled_mm mv addmv dot vdot")
+MATMULS = op_names("mm bmm addmm baddbmm mv addmv dot vdot")
+# Ops that this module understands; anything else is someone's own kernel.
+_KNOWN_LIBRARIES = frozenset({"aten", "prim", "prims", "profiler"})
+_SCALED_MATMULS = frozenset({"_scaled_mm", "_scaled_mm_v2"})
 
 
 @dataclass
@@ -93,7 +99,7 @@ class Ledger:
         self._countdown = 64
 
     def of(self, tensor: Tensor) -> Fact | None:
-        return self._facts.get(tensor.untyped_storage()._cdata)
+        return self._facts.get(_unwrapped(tensor).untyped_storage()._cdata)
 
     def declare(
         self, tensor: Tensor, declared: torch.dtype, *, grid: torch.dtype | None = None, given: bool = False
@@ -153,6 +159,13 @@ class Ledger:
             fact.twin = whole_storage(unrounded) if alike and same_size else None
 
 
+def _unwrapped(tensor: Tensor) -> Tensor:
+    """The tensor behind the wrappers that torch.func puts around it (they have no storage to ask)."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
 def whole_storage(tensor: Tensor) -> Tensor:
     """A 1-D tensor over all of the storage behind `tensor` (trailing bytes that fill no element left out)."""
     plain = tensor.detach()
@@ -200,36 +213,56 @@ class Perturbation(Protocol):
         `carry` says that it goes back into a buffer that was written before (an accumulator).
         """
 
+    def constant(self, value: Tensor, declared: torch.dtype) -> Tensor:
+        """Constants as their declared dtype may hold them; the very same object when it holds them exactly."""
+
 
 @dataclass
 class Tape:
     """Kept between the runs of one envelope: expensive results that do not depend on the noise.
 
     A later run may use a result or scale only while it has made the very same calls (`path`) so far.
-    `admitted` holds the float64 inputs, until a run writes into them.
+    `admitted` holds the float64 inputs, until a run writes into them; `conditions` is the worst
+    sum|terms| / |sum terms| of each kind of reduction.
     """
 
     path: list[int] = field(default_factory=list)
     results: dict[int, Tensor] = field(default_factory=dict)
     scales: dict[int, Tensor] = field(default_factory=dict)
     admitted: dict[tuple[int, torch.dtype], tuple[Any, Tensor]] = field(default_factory=dict)
+    conditions: dict[str, float] = field(default_factory=dict)
     recorded: bool = False
 
 
 @dataclass
 class Events:
-    """What happened in a run that the leak test and the report want to know."""
+    """What happened in a run that the leak test and the report want to know.
+
+    outside    what the reference does that this run cannot follow, in words
+    """
 
     leaks: list[str] = field(default_factory=list)
+    outside: list[str] = field(default_factory=list)
     quantised: int = 0
     jumps: int = 0
     draws: int = 0
 
 
+@dataclass
+class _Bits:
+    """A float tensor and what `view(dtype)` showed of it: two storages here, one memory in the reference."""
+
+    source: Tensor
+    shown: Tensor
+
+
 class Promotion(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Replace narrow floats by float64 in everything that is dispatched while active."""
 
-    def __init__(self, perturbation: Perturbation | None = None, tape: Tape | None = None) -> None:
+    def __init__(
+        self, perturbation: Perturbation | None = None, tape: Tape | None = None, *, redraw: bool = False
+    ) -> None:
+        """With `redraw`, every random op draws other numbers than it would: what depends on them then shows."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.ledger = Ledger()
         self.events = Events()
@@ -237,7 +270,9 @@ class Promotion(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.on_tape = tape is not None
         self._perturbation = perturbation
         self._tape = tape
+        self._redraw = redraw
         self._position = 0
+        self._bits: dict[int, list[_Bits]] = {}  # by either storage
         self._promoted: dict[
             tuple[int, torch.dtype], tuple[Any, Tensor]
         ] = {}  # narrow storage -> (it, its float64 copy)
@@ -291,10 +326,19 @@ class Promotion(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         with torch._C.DisableTorchFunction():
-            return self._dispatch(func, args, kwargs or {})
+            result = self._dispatch(func, args, kwargs or {})
+            if self._bits:
+                self._keep_bits_alike(func, args, kwargs or {})
+            return result
 
     def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = func._schema.name.removeprefix("aten::")
+        if func.namespace not in _KNOWN_LIBRARIES:
+            self.events.outside.append(f"the reference calls {func._schema.name}, an op that is not torch's own")
+        if torch.autograd.forward_ad._current_level >= 0 and not self.events.outside:
+            self.events.outside.append("the reference differentiates in forward mode")
+        if name in DRAWS and self._redraw:
+            return self._draw_others(name, func, args, kwargs)
         if name in DRAWS:
             return self._draw(name, func, args, kwargs)
         if name == "view" and func._overloadname == "dtype":
@@ -326,6 +370,10 @@ class Promotion(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._cast(args[0], target, kwargs)
         if self._tape is not None and any(self.ledger.given(t) for t in writes):
             self._tape.admitted.clear()
+        if name == "_grouped_mm":
+            return self._grouped_matmul(**_by_name(func, args, kwargs))
+        if name in _SCALED_MATMULS:
+            return self._scaled_matmul(name, func, args, kwargs, target)
         if name == "copy_" and self.ledger.declared(args[0]) in FP8 and args[1].is_floating_point():
             self._mirror(call, writes)
             self.events.quantised += 1
@@ -357,9 +405,7 @@ class Promotion(TorchDispatchMode):  # type: ignore[no-untyped-call]
             prepared = self._perturbation.prepare(call)
             moved = moved or any(a is not b for a, b in zip(prepared.args, call.args, strict=True))
             call = prepared
-        if call.name == "_scaled_mm":
-            return _scaled_matmul(*call.args, **call.kwargs)
-        if self._tape is None or not self.on_tape or call.name not in MATMULS or moved:
+        if self._tape is None or not self.on_tape or call.name not in MATMULS or moved or call.in_place:
             return call.func(*call.args, **call.kwargs)
         if call.position not in self._tape.results:
             self._tape.results[call.position] = call.func(*call.args, **call.kwargs)
@@ -399,7 +445,9 @@ class Promotion(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._perturbation is not None and not call.exact and value.numel():
             disturbed = self._perturbation.disturb(call, value, which)
         stored = disturbed
-        if self._perturbation is not None and not call.exact and value.dtype == WIDE:
+        if self._perturbation is not None and call.name in _CONSTANTS and value.dtype == WIDE:
+            stored = self._perturbation.constant(value, declared)
+        elif self._perturbation is not None and not call.exact and value.dtype == WIDE:
             stored = self._perturbation.store(disturbed, declared)
         fact = self.ledger.declare(stored, declared, grid=grid)
         fact.moved = moved or stored is not value
@@ -416,6 +464,12 @@ class Promotion(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 fact.moved = fact.moved or moved
             return target
         fact.moved = fact.moved or moved
+        if call.name == "fill_":
+            stored = self._perturbation.constant(target, fact.declared)
+            if stored is not target:
+                target.copy_(stored)
+                fact.moved = True
+            return target
         if call.exact:
             source = call.args[-1] if call.name == "copy_" and len(call.args) == 2 else None
             rounds = (
@@ -458,7 +512,7 @@ class Promotion(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _mirror(self, call: OpCall, writes: list[Tensor]) -> None:
         """Repeat an exact in-place write on the unrounded twins, before it happens on the real ones."""
-        rounds = call.name == "copy_" and self._perturbation is not None
+        rounds = call.name in {"copy_", "fill_"} and self._perturbation is not None
         quantises = call.name == "copy_" and self.ledger.declared(call.args[0]) in FP8
         if not (rounds or quantises) and all(self.ledger.twin(t) is None for t in call.tensors()):
             return
@@ -493,22 +547,69 @@ class Promotion(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _reinterpret(self, func: Any, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """`view(dtype)`: show the bits that the value would have had in its declared dtype."""
         native = tensor.to(self.ledger.declared(tensor)) if tensor.dtype == WIDE else tensor
+        if tensor.dtype == WIDE and native.dtype != WIDE and not bool(_same(to_float64(native), tensor).all()):
+            self.events.quantised += 1
         shown: Tensor = func(native, dtype)
         if shown.dtype in NARROW:
             declared = shown.dtype
             shown = to_float64(shown)
-            self.ledger.declare(shown, declared)
+            self.ledger.declare(shown, declared).moved = self.ledger.moved(tensor)
+        if shown.untyped_storage()._cdata != tensor.untyped_storage()._cdata:
+            pair = _Bits(tensor, shown)
+            for one in (tensor, shown):
+                self._bits.setdefault(one.untyped_storage()._cdata, []).append(pair)
         return shown
+
+    def _keep_bits_alike(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """After a write to a tensor or to what `view(dtype)` showed of it, bring the other one up to date."""
+        for written in _written_arguments(func, args, kwargs):
+            written = self._wide(written)
+            key = written.untyped_storage()._cdata
+            for pair in self._bits.get(key, ()):
+                if pair.shown.untyped_storage()._cdata == key:
+                    self._show(pair.shown, pair.source)
+            for pair in self._bits.get(key, ()):
+                if pair.source.untyped_storage()._cdata == key:
+                    self._show(pair.source, pair.shown)
+
+    def _show(self, changed: Tensor, other: Tensor) -> None:
+        """Write the bits of one tensor, in its declared dtype, into the other."""
+        native = changed.to(self.ledger.declared(changed)) if changed.dtype == WIDE else changed
+        bits = native.contiguous().view(self.ledger.declared(other)).view(other.shape)
+        wide = _widen(bits) if bits.dtype in NARROW else bits
+        other.copy_(wide)
+        twin = self.ledger.twin(other)
+        if twin is not None:
+            twin.copy_(wide)
 
     def _draw(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Random ops run in the declared dtype, so that they use up the generator as they would natively."""
         self.events.draws += 1
+        if name == "native_dropout":
+            return self._dropout(func, *args, **kwargs)
         if func._schema.arguments and func._schema.arguments[0].alias_info is not None and args[0].dtype == WIDE:
             narrow = torch.empty_like(args[0], dtype=self.ledger.declared(args[0]))
-            args[0].copy_(func(narrow, *args[1:], **kwargs))
+            args[0].copy_(func(narrow, *tree_map(self._native_leaf, args[1:]), **tree_map(self._native_leaf, kwargs)))
+            twin = self.ledger.twin(args[0])
+            if twin is not None:
+                twin.copy_(args[0])
             return args[0]
         drawn = func(*tree_map(self._native_leaf, args), **tree_map(self._native_leaf, kwargs))
         return tree_map(self._wide_result, drawn)
+
+    def _draw_others(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        plain = {key: None if key == "generator" else value for key, value in kwargs.items()}
+        with torch.random.fork_rng():
+            torch.manual_seed(1_000_003 + self.events.draws)
+            return self._draw(name, func, args, plain)
+
+    def _dropout(self, func: Any, x: Tensor, p: float, train: bool | None = True) -> tuple[Tensor, Tensor]:  # noqa: FBT001, FBT002 - aten's own signature
+        """The mask is drawn as it would be natively; what it keeps is scaled in float64."""
+        x = self._wide(x)
+        _, kept = func(torch.ones_like(x, dtype=self.ledger.declared(x)), p, train)
+        factor = kept.to(WIDE).mul_(0.0 if p >= 1 else 1 / (1 - p) if train or train is None else 1.0)
+        self.ledger.declare(factor, self.ledger.declared(x))
+        return self._dispatch(torch.ops.aten.mul.Tensor, (x, factor), {}), kept
 
     def _native_leaf(self, leaf: Any) -> Any:
         if isinstance(leaf, Tensor) and leaf.dtype == WIDE:
@@ -521,6 +622,71 @@ class Promotion(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.ledger.declare(wide, leaf.dtype)
             return wide
         return leaf
+
+    def stored_constant(self, value: Tensor, declared: torch.dtype) -> Tensor:
+        """A constant from Python, float64, as the reference stores it (called outside of dispatch)."""
+        with _disable_current_modes():  # our own arithmetic is not the reference's
+            return self._stored_constant(value, declared)
+
+    def _stored_constant(self, value: Tensor, declared: torch.dtype) -> Tensor:
+        stored = value if self._perturbation is None else self._perturbation.constant(value, declared)
+        self.ledger.declare(stored, declared).moved = stored is not value
+        if stored is not value:
+            self.ledger.set_twin(stored, value)
+        return stored
+
+    # -- scaled matmuls
+
+    def _scaled_matmul(
+        self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], target: torch.dtype | None
+    ) -> Tensor:
+        """Decode both operands, multiply as any matmul, round once to the output dtype."""
+        given = _by_name(func, args, kwargs)
+        a, b = rows_of(given["self_"]), rows_of(given["mat2"].t())
+        packed = given["self_"].dtype == FP4
+        if name == "_scaled_mm":
+            a, b = self._scaled(a, given["scale_a"], packed), self._scaled(b, given["scale_b"].t(), packed)
+        else:
+            for i, recipe in enumerate(given["recipe_a"]):
+                a = self._scaled(a, given["scale_a"][i], packed, recipe, only_known_swizzles(given["swizzle_a"][i:]))
+            for i, recipe in enumerate(given["recipe_b"]):
+                scale = given["scale_b"][i]
+                b = self._scaled(b, scale.t(), packed, recipe, only_known_swizzles(given["swizzle_b"][i:]))
+        moved = any(self.ledger.moved(t) for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor))
+        for operand in (a, b):
+            self.ledger.declare(operand, torch.float32, grid=torch.float8_e4m3fn).moved = moved
+        out: Tensor = self._dispatch(torch.ops.aten.mm.default, (a, b.t()), {})
+        if given.get("bias") is not None:
+            out = self._dispatch(torch.ops.aten.add.Tensor, (out, given["bias"]), {})
+        if given.get("scale_result") is not None:
+            out = self._dispatch(torch.ops.aten.mul.Tensor, (out, given["scale_result"]), {})
+        out = self._cast(out, target or self.ledger.declared(given["self_"]), {})
+        if given.get("out") is None:
+            return out
+        self._dispatch(torch.ops.aten.copy_.default, (given["out"], out), {})
+        return given["out"]  # type: ignore[no-any-return]
+
+    def _grouped_matmul(self, *, self_: Tensor, mat2: Tensor, offs: Tensor | None = None, **more: Any) -> Tensor:
+        """One matmul a group; `offs` says where each group ends along the axis that has no group axis of its own."""
+        aten = torch.ops.aten
+        if offs is None:
+            return self._dispatch(aten.bmm.default, (self_, mat2), {})  # type: ignore[no-any-return]
+        ends: list[int] = offs.tolist()
+        spans = list(zip([0, *ends[:-1]], ends, strict=True))
+        parts: list[Tensor] = []
+        for group, (start, end) in enumerate(spans):
+            a = self_[group] if self_.dim() == 3 else self_[start:end] if mat2.dim() == 3 else self_[:, start:end]
+            b = mat2[group] if mat2.dim() == 3 else mat2[:, start:end] if self_.dim() == 3 else mat2[start:end]
+            parts.append(self._dispatch(aten.mm.default, (a, b), {}))
+        if self_.dim() == mat2.dim() == 2:
+            return self._dispatch(aten.stack.default, (parts,), {})  # type: ignore[no-any-return]
+        return self._dispatch(aten.cat.default, (parts, 0 if mat2.dim() == 3 else 1), {})  # type: ignore[no-any-return]
+
+    def _scaled(
+        self, values: Tensor, scale: Tensor, packed: bool, recipe: int | None = None, swizzled: bool | None = None,  # noqa: FBT001
+    ) -> Tensor:  # fmt: skip
+        declared = self.ledger.declared(scale)
+        return scaled_rows(values, scale, declared, packed=packed, recipe=recipe, swizzled=swizzled)
 
     # -- declared dtypes
 
@@ -594,18 +760,13 @@ def _written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     return written
 
 
-def _scaled_matmul(
-    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None = None, scale_result: Tensor | None = None,
-    out_dtype: torch.dtype | None = None, use_fast_accum: bool = False,  # noqa: FBT001, FBT002 - aten's own signature
-) -> Tensor:  # fmt: skip
-    """fp8 matmul with per-tensor or row-wise scales; other scale layouts are refused."""
-    per_row = scale_a.numel() == 1 or tuple(scale_a.shape) == (a.shape[0], 1)
-    per_column = scale_b.numel() == 1 or tuple(scale_b.shape) == (1, b.shape[1])
-    if not (per_row and per_column):
-        raise NotImplementedError(f"_scaled_mm with scales of shape {tuple(scale_a.shape)} and {tuple(scale_b.shape)}")
-    out = (a * scale_a) @ (b * scale_b)
-    out = out if bias is None else out + bias
-    return out if scale_result is None else out * scale_result
+def _by_name(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    given = {**{a.name: value for a, value in zip(func._schema.arguments, args, strict=False)}, **kwargs}
+    return {"self_" if name == "self" else name: value for name, value in given.items()}
+
+
+def _same(first: Tensor, second: Tensor) -> Tensor:
+    return (first == second) | (first.isnan() & second.isnan())
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -619,6 +780,18 @@ _NAMED_CASTS: dict[Any, torch.dtype] = {
     torch.Tensor.bfloat16: torch.bfloat16,
     torch.Tensor.double: torch.float64,
 }
+
+
+_LEAVES_TORCH = frozenset({
+    torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__, torch.Tensor.data_ptr,
+})  # fmt: skip
+_FROM_PYTHON = frozenset({torch.tensor, torch.as_tensor, torch.Tensor.new_tensor})
+
+
+def _only_numbers(data: Any) -> bool:
+    if isinstance(data, list | tuple):
+        return all(_only_numbers(entry) for entry in data)
+    return isinstance(data, int | float)
 
 
 def _is_getter(func: Any, descriptor: Any) -> bool:
@@ -677,6 +850,14 @@ class DeclaredDtypes(DeviceRedirect):
             return gradient
         if func is torch.autograd.grad:
             return self._gradients(func, args, kwargs)
+        if func in _LEAVES_TORCH and args[0].is_floating_point():
+            name = getattr(func, "__name__", "data_ptr")
+            self._promotion.events.outside.append(f"the reference takes a tensor out of torch ({name})")
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            with _disable_current_modes():
+                return torch.empty(0, dtype=self._ledger.declared(args[0]), device=args[0].device).type()
+        if func in _FROM_PYTHON:
+            return self._constant(func, args, kwargs)
         if func in (torch.Tensor.element_size, torch.Tensor.itemsize):
             return self._ledger.declared(args[0]).itemsize
         if func is torch.nn.functional.scaled_dot_product_attention:
@@ -688,6 +869,18 @@ class DeclaredDtypes(DeviceRedirect):
             return self._cast(func, target, args, kwargs)
         with _AutocastSeen(self._promotion):
             return func(*args, **kwargs)
+
+    def _constant(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """A tensor made of Python numbers: in float64, with the dtype that it would have had."""
+        made: Tensor = func(*args, **kwargs)
+        declared = self._ledger.declared(made)
+        if func is torch.Tensor.new_tensor and kwargs.get("dtype") is None:
+            declared = self._ledger.declared(args[0])
+        numbers = args[1] if func is torch.Tensor.new_tensor else kwargs.get("data", args[0] if args else None)
+        if declared not in NARROW or declared in FP8 or not _only_numbers(numbers):
+            return made
+        exact = torch.tensor(numbers, dtype=WIDE, device=made.device)
+        return self._promotion.stored_constant(exact, declared).requires_grad_(made.requires_grad)
 
     def _inherit(self, gradient: Tensor, source: Tensor) -> None:
         fact = self._ledger.of(gradient)
@@ -771,8 +964,11 @@ def _plain_attention(
     if enable_gqa:
         key = key.repeat_interleave(query.size(-3) // key.size(-3), -3)
         value = value.repeat_interleave(query.size(-3) // value.size(-3), -3)
-    scores = query @ key.transpose(-2, -1) if declared == inner else query.to(inner) @ key.to(inner).transpose(-2, -1)
-    scores = scores * (1 / math.sqrt(query.size(-1)) if scale is None else scale)
+    # Both operands carry a root of the scale, as in torch's own plain attention: a contract that lets operands
+    # be rounded then covers kernels that hand the tensor cores a scaled query, a scaled key or both.
+    scale = 1 / math.sqrt(query.size(-1)) if scale is None else scale
+    root = math.sqrt(abs(scale))
+    scores = (query.to(inner) * math.copysign(root, scale)) @ (key.to(inner) * root).transpose(-2, -1)
     if is_causal:
         allowed = torch.ones(query.size(-2), key.size(-2), dtype=torch.bool, device=query.device).tril()
         scores = scores.masked_fill(~allowed, -torch.inf)

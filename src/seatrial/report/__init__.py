@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from seatrial.errors import UsageError
@@ -26,6 +28,51 @@ REPORTERS: dict[str, Reporter] = {
 }
 
 
+def check_paths(paths: Mapping[str, Path | None]) -> None:
+    """Raises UsageError, in one sentence, for a report path that could not be written; missing folders are made.
+
+    `paths` are by kind of report. To be asked before an audit begins, which may take minutes.
+    """
+    taken: dict[Path, str] = {}
+    for kind, path in paths.items():
+        if path is None:
+            continue
+        with _said_once(kind, path):
+            place = path.resolve()
+            if _try_to_write(place):
+                if place in taken:
+                    raise UsageError(f"--{taken[place]} and --{kind} both name {str(path)!r}; give each its own path")
+                taken[place] = kind
+
+
+def _try_to_write(place: Path) -> bool:
+    """True for a place that a report would have for itself; raises OSError when it cannot be written."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        mode = place.stat().st_mode
+    except FileNotFoundError:
+        mode = stat.S_IFREG
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    if not stat.S_ISREG(mode):
+        if not os.access(place, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return False  # /dev/null, a pipe: several may share it
+    tempfile.TemporaryFile(dir=place.parent).close()
+    return True
+
+
+@contextmanager
+def _said_once(kind: str, path: str | Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError) as problem:  # ValueError: a path with a NUL in it
+        reason = problem.strerror if isinstance(problem, OSError) and problem.strerror else str(problem)
+        raise UsageError(
+            f"the {kind} report cannot be written to {str(path)!r}: {reason}; give another path"
+        ) from problem
+
+
 def write(kind: str, reports: Sequence[Report], path: str | Path) -> None:
     """Write one report file, whole or not at all; missing folders are made.
 
@@ -34,13 +81,8 @@ def write(kind: str, reports: Sequence[Report], path: str | Path) -> None:
     if kind not in REPORTERS:
         raise UsageError(f"there is no report called {kind!r}; choose one of {', '.join(REPORTERS)}")
     content = REPORTERS[kind].text(reports).encode("utf-8")
-    try:
+    with _said_once(kind, path):
         _write_whole(Path(path), content)
-    except (OSError, ValueError) as problem:  # ValueError: a path with a NUL in it
-        reason = problem.strerror if isinstance(problem, OSError) and problem.strerror else str(problem)
-        raise UsageError(
-            f"the {kind} report cannot be written to {str(path)!r}: {reason}; give another path"
-        ) from problem
 
 
 def _write_whole(path: Path, content: bytes) -> None:

@@ -29,6 +29,7 @@ from seatrial.report import words
 Pairs = tuple[tuple[str, str], ...]
 
 _SEVEREST_FIRST = (Outcome.FAILED, Outcome.NOT_VERIFIED, Outcome.LIMITED)
+_HONEST_GRADES = ("F32", "TC")
 _WORST_FIRST = (Verdict.REJECTED, Verdict.INCONCLUSIVE, Verdict.ACCEPTED_WITH_LIMITS, Verdict.ACCEPTED)
 
 
@@ -44,7 +45,8 @@ class Scale:
 class FindingView:
     """One finding in a person's words.
 
-    `number` counts from 1 within its group; `bound` says which side of `allowed` is right ("at most").
+    `number` counts from 1 within its group; `bound` says which side of `allowed` is right ("at most"); `limit` is
+    both in words ("at least 24 bits required").
     """
 
     number: int
@@ -64,6 +66,16 @@ class FindingView:
     advice: str
     reproducer: str
     details: Pairs
+
+    @property
+    def asked(self) -> str:
+        """ "required" for a minimum, "allowed" for a maximum."""
+        return "required" if self.bound == "at least" else "allowed"
+
+    @property
+    def limit(self) -> str:
+        """ "at least 24 bits required", "at most 0.01 allowed"."""
+        return f"{self.bound} {self.allowed or 'unstated'} {self.asked}"
 
 
 @dataclass(frozen=True)
@@ -226,8 +238,8 @@ def view(report: Report, *, anchor: str = "candidate-1") -> ReportView:
         word=words.VERDICT_WORDS[report.verdict],
         headline=words.one_line(report.headline),
         tally=_tally(report),
-        grade=words.name(report.grade),
-        grade_words=words.GRADE_WORDS.get(report.grade, ""),
+        grade=_grade(report),
+        grade_words=words.GRADE_WORDS.get(report.grade, "") if _grade(report) else "",
         objections=_findings(report, Outcome.FAILED, titles),
         limited=_findings(report, Outcome.LIMITED, titles),
         unverified=_findings(report, Outcome.NOT_VERIFIED, titles),
@@ -253,9 +265,11 @@ def view(report: Report, *, anchor: str = "candidate-1") -> ReportView:
 def rows_with_findings(report: Report) -> tuple[CheckRow, ...]:
     """The check rows, none milder than its findings, with a row for each finding whose check has none."""
     known = {row.check: row for row in report.checks}
-    loose = {finding.check for finding in report.findings if finding.check not in known}
-    for check in sorted(loose):
-        known[check] = CheckRow(check=check, title=check, outcome=Outcome.HELD, calls=0, seconds=0.0)
+    loose = {finding.check: finding for finding in reversed(report.findings) if finding.check not in known}
+    for check, first in sorted(loose.items()):
+        known[check] = CheckRow(
+            check=check, title=check, outcome=Outcome.HELD, calls=0, seconds=0.0, summary=first.reason
+        )
     return tuple(_no_milder(row, report.findings) for row in known.values())
 
 
@@ -280,6 +294,14 @@ def _tally(report: Report) -> str:
         return ", ".join(parts)
     held = sum(row.outcome is Outcome.HELD for row in report.checks)
     return f"{words.count(held, 'check')} held" if held else "no check came to a conclusion"
+
+
+def _grade(report: Report) -> str:
+    """The grade with what it speaks of; nothing where a proven wrong value on the same inputs contradicts it."""
+    wrong = any(f.outcome is Outcome.FAILED and f.check == "wrong-values" for f in report.findings)
+    if not report.grade or (wrong and report.grade in _HONEST_GRADES):
+        return ""
+    return f"{words.name(report.grade)} on the declared inputs"
 
 
 def _sentences(lines: Sequence[str]) -> tuple[str, ...]:
@@ -318,7 +340,7 @@ def _finding(number: int, finding: Finding, titles: Mapping[str, str]) -> Findin
         where=_where(finding.where),
         measured=words.amount(finding.measured, finding.unit),
         allowed=words.amount(finding.allowed, finding.unit),
-        bound=_bound(finding),
+        bound=bound(finding),
         factor=_times(finding.measured, finding.allowed),
         scale=_scale(finding.measured, finding.allowed),
         advice=words.one_line(finding.advice),
@@ -332,14 +354,15 @@ def _where(where: Where) -> Pairs:
         ("workload", words.one_line(where.workload)),
         ("sizes", words.axes(where.axes)),
         ("inputs", words.one_line(where.inputs)),
-        ("seed", "" if where.seed is None else str(where.seed)),
+        ("case seed", "" if where.seed is None else str(where.seed)),  # the run's own seed is in the reproducer
         ("element", "" if where.index is None else words.listing(where.index)),
         ("note", words.one_line(where.note)),
     )
     return tuple((label, text) for label, text in known if text)
 
 
-def _bound(finding: Finding) -> str:
+def bound(finding: Finding) -> str:
+    """Which side of `allowed` is right: "at least" or "at most"."""
     if finding.measured is None or finding.allowed is None:
         return "at most"
     # A failed finding below its bound missed a minimum: bits kept, rows written.

@@ -86,7 +86,7 @@ def _findings_table(heading: str, findings: Sequence[FindingView]) -> str:
     if not findings:
         return ""
     rows = (_finding_row(finding) for finding in findings)
-    return f"### {heading}\n\n" + _table(("", "what", "where", "measured", "allowed", "what to do"), rows)
+    return f"### {heading}\n\n" + _table(("", "what", "where", "measured", "bound", "what to do"), rows)
 
 
 def _finding_row(finding: FindingView) -> tuple[str, ...]:
@@ -103,7 +103,7 @@ def _finding_row(finding: FindingView) -> tuple[str, ...]:
 
 
 def _allowed(finding: FindingView) -> str:
-    return _inline(f"{finding.bound} {finding.allowed}") if finding.allowed else ""
+    return _inline(finding.limit) if finding.allowed else ""
 
 
 def _reproducer(finding: FindingView) -> str:

@@ -17,7 +17,7 @@ from urllib.parse import quote
 
 from seatrial.model import CheckRow, Finding, Outcome, Report, Verdict
 from seatrial.report import words
-from seatrial.report.data import rows_with_findings, view, worst
+from seatrial.report.data import bound, rows_with_findings, view, worst
 
 NAME = "sarif"
 SUMMARY = "SARIF 2.1.0, for code scanning"
@@ -93,7 +93,8 @@ def _result(report: Report, finding: Finding, places: dict[str, int]) -> dict[st
 def _message(report: Report, finding: Finding) -> str:
     amounts = f"Measured {words.amount(finding.measured, finding.unit)}" if finding.measured is not None else ""
     if amounts and finding.allowed is not None:
-        amounts += f", allowed {words.amount(finding.allowed, finding.unit)}"
+        asked = "at least {} required" if bound(finding) == "at least" else "at most {} allowed"
+        amounts += ", " + asked.format(words.amount(finding.allowed, finding.unit))
     again = words.plain(finding.reproducer).strip() or words.plain(report.replay).strip()
     sentences = (words.one_line(finding.reason), amounts and f"{amounts}.", words.one_line(finding.advice))
     return "\n".join(part for part in (*sentences, again and f"Reproduce: {again}") if part)

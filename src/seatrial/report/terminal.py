@@ -53,8 +53,14 @@ def render(reports: Sequence[Report], console: Console) -> None:
         _one(paper, report)
     if len(shown) > 1:
         paper.head("Summary")
-        rows = [((r.word.upper(), _STYLE[r.verdict]), r.candidate, r.tally) for r in shown]
+        rows = [((r.word.upper(), _STYLE[r.verdict]), r.candidate, _found(r)) for r in shown]
         paper.table(("verdict", "candidate", "found"), rows)
+
+
+def _found(report: ReportView) -> str:
+    """The tally; with the reason where one thing alone stands in the way."""
+    alone = report.unverified if not report.objections and len(report.unverified) == 1 else ()
+    return f"{report.tally}: {alone[0].reason}" if alone else report.tally
 
 
 @dataclass(frozen=True)
@@ -180,11 +186,7 @@ def _findings(paper: Paper, heading: str, findings: Sequence[FindingView]) -> No
 def _evidence(finding: FindingView) -> Pairs:
     where = "; ".join(f"{label} {value}" for label, value in finding.where)
     factor = f" ({finding.factor} what is allowed)" if finding.factor else ""
-    amounts = (
-        f"{finding.measured}, {finding.bound} {finding.allowed or 'unstated'} allowed{factor}"
-        if finding.measured
-        else ""
-    )
+    amounts = f"{finding.measured}, {finding.limit}{factor}" if finding.measured else ""
     known = (("where", where), ("measured", amounts), ("cause", finding.cause), ("do", finding.advice))
     return tuple((label, value) for label, value in known if value)
 

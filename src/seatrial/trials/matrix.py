@@ -194,8 +194,9 @@ class Bench:
 
     def in_words(self) -> str:
         s = self.sizes
+        layers = f"{s.layers} {'layer' if s.layers == 1 else 'layers'}"
         return (
-            f"decoder with {s.layers} layer(s), width {s.width}, {s.heads} heads, vocabulary {s.vocabulary}, "
+            f"decoder with {layers}, width {s.width}, {s.heads} heads, vocabulary {s.vocabulary}, "
             f"{self.batch} × {s.length} tokens a step, {self.settings.steps} steps, fp32 master weights"
         )
 
