@@ -51,7 +51,7 @@ def main() -> int:
             continue
         name, outcome = _measure(folder, arguments, {str(r["problem"]) for r in rows})
         if isinstance(outcome, str):
-            skipped += [(name, outcome)] if outcome else []
+            skipped += [(name, outcome)] if outcome and (name, outcome) not in skipped else []
             print(f"{name}: skipped: {outcome or 'measured before'}", flush=True)
             continue
         rows.append({"problem": name, "folder": folder.name, **outcome.model_dump()})
@@ -97,7 +97,7 @@ def _measure(folder: Path, arguments: argparse.Namespace, known: set[str]) -> tu
         measured = measure(study, arguments.seconds, mutants=arguments.mutants, benchmark=True)
         return problem.name, measured.model_copy(update={"seconds": round(time.monotonic() - started, 1)})
     except (SeatrialError, MemoryError, RuntimeError) as error:
-        return folder.name, str(error).strip().splitlines()[0][:200]
+        return folder.name, str(error).replace(f"{folder}/", "").strip().splitlines()[0][:200]
 
 
 def _bounded(problem: Problem, study: Study) -> Problem:

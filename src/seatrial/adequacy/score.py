@@ -342,7 +342,8 @@ def harden(court: Court, living: Sequence[Fate], budget: Budget) -> list[str]:
     """Hunt what lives with the recipes left over and with aimed inputs; the recipes that exposed something, by name."""
     study = court.study
     helpful: list[str] = []
-    for number, fate in enumerate(living):
+    cheapest_first = sorted(living, key=lambda fate: not fate.mutant.axis)  # one call says all there is to a size
+    for number, fate in enumerate(cheapest_first):
         mine = Budget(budget.left / max(1, len(living) - number))
         if fate.mutant.axis:
             _beyond_the_list(court, fate, mine)
