@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable
 
 from seatrial.model import (
+    Adequacy,
     BenchmarkRow,
     BenchmarkRule,
     CheckRow,
@@ -18,6 +19,7 @@ from seatrial.model import (
     Growth,
     GrowthPoint,
     Outcome,
+    PlantedFault,
     Report,
     Trial,
     TrialCell,
@@ -215,6 +217,11 @@ def origin() -> Report:
         benchmark_rule=benchmark_passes(),
         growth=[origin_growth()],
         trial=origin_trial(),
+        adequacy=Adequacy(
+            sentence="44 of 45 faults planted in the reference were exposed; the one that was not: leaves out tanh at line 7",
+            planted=45, exposed=44, survivors=["leaves out tanh at line 7"],
+            faults=[PlantedFault(words="leaves out tanh at line 7", exposed=False)],
+        ),
         environment=ENVIRONMENT,
         seeds={"master": 18446744073709551557, "trial": 3},
         policy="standard",
@@ -314,7 +321,7 @@ def hostile() -> Report:
         checks=[CheckRow(check=text, title=text, outcome=Outcome.FAILED, calls=1, seconds=1.0, summary=text)],
         limits=[text], oddities=[text], growth=[Growth(output=text, lever=text, points=[GrowthPoint(contributions=1, error=1.0, floor=0.5), GrowthPoint(contributions=9, error=2.0, floor=0.5)])],
         benchmark_rule=BenchmarkRule(name=text, passed=True, summary=text, rows=[BenchmarkRow(workload=text, axes={text: 3}, status=text, message=text)]),
-        trial=Trial(adapter=text, model=text, cells=[cell], seconds=1.0), environment={text: text}, seeds={text: 1}, policy=text, device=text, replay=text,
+        trial=Trial(adapter=text, model=text, cells=[cell], seconds=1.0), environment={text: text}, seeds={text: 1}, policy=text, device=text, replay=text, adequacy=Adequacy(sentence=text, survivors=[text]),
     )  # fmt: skip
 
 

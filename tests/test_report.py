@@ -696,6 +696,16 @@ def test_what_was_not_verified_is_an_error_and_never_skipped() -> None:
     assert cases(origin())["other-device"][0] == "skipped"
 
 
+@pytest.mark.parametrize("kind", ["terminal", "html", "markdown"])
+def test_the_strength_of_the_inputs_is_told(kind: str) -> None:
+    told = next(r for r in (make() for make in SAMPLES.values()) if r.adequacy and r.adequacy.planted)
+    silent = told.model_copy(update={"adequacy": None})
+    text = printed if kind == "terminal" else REPORTERS[kind].text
+    shown, without = (text([r]) for r in (told, silent))
+    assert "44 of 45 faults planted in the reference were exposed" in " ".join(shown.split())
+    assert "planted in the reference" not in " ".join(without.split())
+
+
 def test_limits_pass_and_are_told() -> None:
     report = SAMPLES["accepted-with-limits"]()
     assert cases(report)["refused-shape"] == ["system-out"]

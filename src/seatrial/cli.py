@@ -238,6 +238,38 @@ def _examples(given: Path | None) -> Path:
     )
 
 
+@app.command()
+def adequacy(
+    problem: Annotated[Path, typer.Argument(help="Folder with definition.json and workload.jsonl.")],
+    device: Device = "auto",
+    policy: PolicyName = "standard",
+    seed: Seed = None,
+    json: Annotated[Path | None, _out("Write every planted fault and what became of it as JSON.")] = None,
+) -> int:
+    """Say how strong the inputs are: faults planted in the reference, and which of them the audit exposes."""
+    from seatrial.adequacy.score import measure
+    from seatrial.adequacy.words import lines
+    from seatrial.api import policy_named
+    from seatrial.devices import pick
+    from seatrial.formats import load_problem
+    from seatrial.study import Study
+    from seatrial.verify import fresh_seed
+
+    _ready({"json": json})
+    chosen = policy_named(policy)
+    study = Study(load_problem(problem), chosen, pick(device), fresh_seed() if seed is None else seed)
+    measured = measure(study, chosen.adequacy_s, mutants=chosen.mutants, benchmark=True)
+    for line in lines(study.problem.name, measured):
+        sys.stdout.write(line + "\n")
+    sys.stdout.write(f"seed {study.seed}, policy {chosen.name}, {study.device.name}\n")
+    if json is not None:
+        try:
+            json.write_text(measured.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"cannot write {json}: {error.strerror}; give another path with --json") from error
+    return 0
+
+
 # -- about ------------------------------------------------------------------------------------------
 
 

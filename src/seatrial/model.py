@@ -371,6 +371,32 @@ class CheckRow(_Public):
     summary: str = ""
 
 
+class PlantedFault(_Public):
+    """One fault planted in the reference, and what became of it."""
+
+    words: str  # what the faulty reference does and where, for a person
+    exposed: bool
+    by: str = ""  # the inputs that exposed it
+    equivalent: bool = False  # changes nothing on any input tried; counted with neither side
+    benchmark_exposed: bool | None = None  # by the benchmark's own inputs and rule; None where that was not measured
+
+
+class Adequacy(_Public):
+    """How strong the audit's inputs are: single faults planted in the reference and judged as candidates."""
+
+    sentence: str
+    planted: int = 0  # faults that change something
+    exposed: int = 0
+    equivalent: int = 0
+    not_tried: int = 0  # left over when the time was up
+    benchmark_exposed: int | None = None
+    survivors: list[str] = Field(default_factory=list)
+    extra_inputs: list[str] = Field(default_factory=list)  # found by aiming at survivors; used on the candidate too
+    null_survivors: list[str] = Field(default_factory=list)  # candidates that compute nothing and were not rejected
+    faults: list[PlantedFault] = Field(default_factory=list)
+    seconds: float = 0.0
+
+
 class Report(_Public):
     """The verdict on one candidate, with everything that supports it."""
 
@@ -390,6 +416,7 @@ class Report(_Public):
     benchmark_rule: BenchmarkRule | None = None
     growth: list[Growth] = Field(default_factory=list)
     trial: Trial | None = None
+    adequacy: Adequacy | None = None
     environment: dict[str, str] = Field(default_factory=dict)
     seeds: dict[str, int] = Field(default_factory=dict)
     policy: str = ""

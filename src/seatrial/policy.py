@@ -23,6 +23,8 @@ class Policy:
     growth: int = 5  # points on the error-growth curve
     trial: bool = True  # run the training matrix
     trial_seeds: int = 1  # seeds per cell of the training matrix
+    mutants: int = 48  # faults planted in the reference to see how strong the inputs are
+    adequacy_s: float = 25.0  # time for that, once per problem
     load_timeout_s: float = 120.0  # importing and building the candidate
     call_timeout_s: float = 60.0  # one call, first-call compilation included
     memory_mib: int = 8192  # address space a candidate may add on CPU
@@ -35,6 +37,7 @@ class Policy:
 
 QUICK = Policy(
     name="quick", workloads=2, seeds=1, recipes=4, sizes=3, probes=2, growth=4, trial=False,
+    mutants=12, adequacy_s=4.0,
     load_timeout_s=60.0, call_timeout_s=30.0, budget_s=120.0, shrink_s=1.5, shrink_calls=150,
 )  # fmt: skip
 STANDARD = Policy()
@@ -48,6 +51,8 @@ DEEP = replace(
     probes=6,
     growth=8,
     trial_seeds=3,
+    mutants=400,
+    adequacy_s=300.0,
     budget_s=3600.0,
     shrink_s=60.0,
     shrink_calls=4000,

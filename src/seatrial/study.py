@@ -44,6 +44,7 @@ WIDE_BITS = 23  # of an accumulator that keeps what float32 keeps, give or take 
 NEARLY = 1.5  # times: two runs of one kernel with another choice of algorithm differ by as much
 LEANING = 4.0  # the same for mean errors, which are small differences of large ones
 SMALL_ELEMENTS = 1 << 17
+AIMED = "aimed: "  # begins the name of a recipe that was made for one planted fault
 ORACLE_BYTES_PER_ELEMENT = 8 * 24  # float64 copies that a run with its squares and samples keeps at a time
 MOST_PROBE_ELEMENTS = 1 << 24
 
@@ -70,6 +71,8 @@ class Study:
         self.policy = policy
         self.device = device
         self.seed = seed
+        self.extra_recipes: list[str] = []  # what exposed faults that the policy's own inputs did not
+        self.extra_sizes: list[Workload] = []
         self._cache: OrderedDict[Any, tuple[Any, int]] = OrderedDict()
 
     # -- seeds and cases ----------------------------------------------------------------------------
@@ -105,14 +108,21 @@ class Study:
 
     @cached_property
     def recipes(self) -> dict[str, Recipe]:
-        """Input recipes of this problem by name, most likely to expose a fault first."""
+        """Input recipes of this problem by name, most likely to expose a fault first; `adopt` adds to them."""
         return {r.name: r for r in recipes(self.problem, self.trace.index_ranges)}
 
     @property
     def tried_recipes(self) -> list[str]:
         """Names of the recipes that this policy tries; four times as many where a call costs next to nothing."""
         allowed = self.policy.recipes * (4 if self.elements(self.middle) <= SMALL_ELEMENTS else 1)
-        return [name for name in self.recipes if name != "declared"][:allowed]
+        own = [n for n in self.recipes if n != "declared" and not n.startswith(AIMED)][:allowed]
+        return own + [n for n in self.extra_recipes if n not in own]
+
+    def adopt(self, recipe: Recipe) -> None:
+        """Have the checks use one more recipe."""
+        self.recipes[recipe.name] = recipe
+        if recipe.name not in self.extra_recipes:
+            self.extra_recipes.append(recipe.name)
 
     def is_defined(self, case: Case) -> bool:
         """True when the reference computes this case, and gives no NaN that the declared draw does not give."""
@@ -132,12 +142,13 @@ class Study:
         """Workloads at sizes that the problem does not list."""
         ceiling = CUDA_ELEMENTS if self.device.name.startswith("cuda") else CPU_ELEMENTS
         largest = max(self.elements(w) for w in self.audited)
-        return other_sizes(
+        others = other_sizes(
             self.problem,
             count=self.policy.sizes,
             seed=self.seed_for("sizes"),
             ceiling_elements=min(ceiling, max(2 * largest + 1024, SMALL_ELEMENTS)),
         )
+        return (*others, *self.extra_sizes)
 
     def _afford(self, workload: Workload) -> None:
         """Raises TooLarge before this machine runs out of memory: the operating system would kill us without a word."""

@@ -19,7 +19,7 @@ from seatrial.checks.base import Check, Conclusion, NotApplicable, not_verified
 from seatrial.errors import InfrastructureError, UsageError
 from seatrial.formats.plain import SEED_IGNORED
 from seatrial.judge import conclude, demote_where_control_fails, headline, in_reading_order
-from seatrial.model import BenchmarkRule, Candidate, CheckRow, Finding, Outcome, Problem, Ran, Report, Verdict
+from seatrial.model import Adequacy, BenchmarkRule, Candidate, CheckRow, Finding, Outcome, Problem, Ran, Report, Verdict
 from seatrial.policy import Policy
 from seatrial.study import Clock, Study
 
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from seatrial.workers.process import ForkServer
 
 CONTROL = "the reference, as a control"
+PLANTING = "faults planted in the reference"
+NOT_MEASURED = "how strong the inputs are was not measured"
 Progress = Callable[[str, str, float], None]  # (candidate, what is being done, share done of this candidate)
 
 
@@ -87,7 +89,25 @@ def verify(problem: Problem, candidates: Sequence[Candidate], options: Options) 
     study = Study(problem, options.policy, options.device, options.seed)
     with ForkServer() as server:
         control = _run_control(study, server, checks, options.progress)
-        return [_verify_one(study, server, c, checks, control, options) for c in candidates]
+        adequacy = measured_adequacy(study, checks, options)  # after the control: the cases are then worked out
+        return [_verify_one(study, server, c, checks, control, adequacy, options) for c in candidates]
+
+
+def measured_adequacy(study: Study, checks: Sequence[Check], options: Options) -> Adequacy:
+    """How strong this audit's inputs are; `study` gets the inputs that expose what its own do not."""
+    from seatrial.adequacy.score import measure
+
+    if not study.policy.mutants or study.policy.adequacy_s <= 0:
+        return Adequacy(sentence=f"{NOT_MEASURED}: policy {study.policy.name} plants no faults in the reference")
+    if not any(check.NAME == "fitted-inputs" for check in checks):
+        return Adequacy(sentence=f"{NOT_MEASURED}: fitted-inputs, which uses the inputs that it finds, was not run")
+    options.progress(PLANTING, "", 0.0)
+    try:
+        return measure(study, study.policy.adequacy_s, mutants=study.policy.mutants)
+    except InfrastructureError as error:
+        return Adequacy(sentence=f"{NOT_MEASURED}: {error}")
+    finally:
+        options.progress(PLANTING, "", 1.0)
 
 
 def selected(only: Iterable[str], skip: Iterable[str]) -> list[Check]:
@@ -111,6 +131,7 @@ def _verify_one(
     candidate: Candidate,
     checks: Sequence[Check],
     control: dict[str, str],
+    adequacy: Adequacy,
     options: Options,
 ) -> Report:
     clock = Clock(options.policy.budget_s)
@@ -127,7 +148,7 @@ def _verify_one(
             audit.rule = _benchmark_rule(study, bench) if not options.only else None
         finally:
             bench.close()
-    report = _report(study, server, candidate, audit, control, clock, options)
+    report = _report(study, server, candidate, audit, control, adequacy, clock, options)
     if options.reproducers is not None and not obstacle:
         from seatrial.reproduce import write_reproducers
 
@@ -243,6 +264,7 @@ def _report(
     candidate: Candidate,
     audit: Audit,
     control: dict[str, str],
+    adequacy: Adequacy,
     clock: Clock,
     options: Options,
 ) -> Report:
@@ -260,11 +282,12 @@ def _report(
         grade=next((c.grade for _, c in audit.conclusions if c.grade), ""),
         findings=findings,
         checks=audit.rows,
-        limits=_limits(study, findings, options),
+        limits=_limits(study, findings, adequacy, options),
         oddities=list(study.problem.oddities),
         benchmark_rule=audit.rule,
         growth=[g for _, c in audit.conclusions for g in c.growth],
         trial=next((c.trial for _, c in audit.conclusions if c.trial), None),
+        adequacy=adequacy,
         environment=environment(study.device, server),
         seeds={"master": study.seed},
         policy=study.policy.name,
@@ -274,7 +297,7 @@ def _report(
     )
 
 
-def _limits(study: Study, findings: Sequence[Finding], options: Options) -> list[str]:
+def _limits(study: Study, findings: Sequence[Finding], adequacy: Adequacy, options: Options) -> list[str]:
     limits = [f.reason for f in findings if f.outcome is Outcome.LIMITED]
     limits += [f.reason for f in findings if f.outcome is Outcome.NOT_APPLICABLE and f.reason.endswith("not probed")]
     limits += study.oracle_limits()
@@ -286,9 +309,9 @@ def _limits(study: Study, findings: Sequence[Finding], options: Options) -> list
     untried = _untried_recipes(study, findings)
     if untried:
         limits.append(f"inputs that policy {study.policy.name} leaves untried: {', '.join(untried)}")
-    limits.append(
-        "how strong the inputs are was not measured: no faults were planted in the reference to see them caught"
-    )
+    if not adequacy.faults:
+        limits.append(adequacy.sentence)
+    limits += [f"a fault that was planted in the reference and not exposed: it {words}" for words in adequacy.survivors]
     if SEED_IGNORED in study.problem.oddities:
         limits.append("fresh draws were impossible: every case of the declared inputs holds the same values")
     if options.only or options.skip:

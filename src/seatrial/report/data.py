@@ -190,6 +190,7 @@ class ReportView:
     unverified: tuple[FindingView, ...]
     noted: tuple[FindingView, ...]
     checks: tuple[CheckView, ...]
+    strength: str
     limits: tuple[str, ...]
     oddities: tuple[str, ...]
     rule: RuleView | None
@@ -244,6 +245,7 @@ def view(report: Report, *, anchor: str = "candidate-1") -> ReportView:
         unverified=_findings(report, Outcome.NOT_VERIFIED, titles),
         noted=_findings(report, Outcome.NOTED, titles),
         checks=tuple(_check(row, _told_above(report)) for row in rows_with_findings(report)),
+        strength=words.one_line(report.adequacy.sentence) if report.adequacy else "",
         limits=_sentences(report.limits),
         oddities=_sentences(report.oddities),
         rule=_rule(report.benchmark_rule),

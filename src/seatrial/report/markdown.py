@@ -60,6 +60,7 @@ def _one(report: ReportView) -> list[str]:
         _prose(report.headline),
         f"Problem {_code(report.problem)} · {_inline(report.tally)}",
         _rule_line(report.rule),
+        f"Strength of the inputs: {_prose(report.strength)}" if report.strength else "",
         _findings_table("Objections", report.objections),
         _findings_table("Limits found", report.limited),
         _findings_table("Not verified", report.unverified),

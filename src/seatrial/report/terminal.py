@@ -155,6 +155,8 @@ def _one(paper: Paper, report: ReportView) -> None:
         paper.say(report.rule.summary, indent=4)
     if report.grade:
         paper.say(f"grade {report.grade}" + (f": {report.grade_words}" if report.grade_words else ""), indent=2)
+    if report.strength:
+        paper.say(f"strength of the inputs: {report.strength}", indent=2)
     _findings(paper, "Objections", report.objections)
     _findings(paper, "Limits found", report.limited)
     _findings(paper, "Not verified", report.unverified)
