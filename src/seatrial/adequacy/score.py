@@ -275,13 +275,17 @@ class Court:
         return max(changes, default=0.0)
 
     def _probes_expose(self, fate: Fate) -> None:
-        from seatrial.numerics.probes import fingerprints, read_probes, too_narrow
+        from seatrial.numerics.accumulators import too_narrow
+        from seatrial.numerics.probes import fingerprints, read_probes
 
         study = self.study
         if study.too_large_to_probe or not study.probe_plan.sums:
             return
         readings = read_probes(study.probe_plan, lambda inputs: self._call(fate.mutant, inputs))
-        narrow = [too_narrow(f, native=study.native_fingerprints.get(f.output)) for f in fingerprints(readings)]
+        narrow = [
+            too_narrow(f, native=study.native_fingerprints.get(f.output), capability=study.capability)
+            for f in fingerprints(readings)
+        ]
         if any(n.fault for n in narrow):
             fate.by = "swamping probes"
 
