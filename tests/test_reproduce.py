@@ -334,7 +334,7 @@ def test_an_honest_kernel_gets_no_file(tmp_path: Path) -> None:
         torch.tensor(2.0),
         torch.tensor(2**62 + 1),
     ],
-    ids=str,
+    ids=lambda value: f"{value.dtype} {tuple(value.shape)}",
 )
 def test_a_tensor_survives_its_literal_bit_for_bit(value: torch.Tensor) -> None:
     blobs: dict[str, torch.Tensor] = {}

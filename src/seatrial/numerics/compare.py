@@ -45,6 +45,7 @@ _MOSTLY = 0.75  # of a row or column
 _SLACK = 1 + 2.0**-10  # for the oracle's own rounding at ties
 _PRIOR = 8.0  # weight of the pooled variance, in samples
 _SAMPLED = 2.0**20  # different random numbers behind a sample
+_NAN = 3  # as _class_of has it
 _FLUSHED = 2.0**-126  # honest kernels may flush subnormals to zero
 
 
@@ -208,8 +209,9 @@ class Yardstick:
 
     @property
     def unjudged(self) -> int:
-        """Elements left out, as ill-conditioned or because the reference leaves its range there."""
-        return 0 if self._excused is None else int(self._excused.sum())
+        """Elements left out: ill-conditioned, NaN in the reference, or beyond its range."""
+        nan = self._class == _NAN
+        return int((nan if self._excused is None else nan | self._excused).sum())
 
     @cached_property
     def is_nought(self) -> bool:
@@ -320,7 +322,8 @@ class Yardstick:
     def _nonfinite(self, out: Tensor) -> TestResult:
         if self._all_finite and _surely_finite(out):
             return TestResult("nonfinite", 0, 0, False)
-        wrong = (_class_of(out) != self._class) & ~self._unsure
+        # Where the reference itself gives NaN nothing is known of the right answer: not judged, whatever stands there.
+        wrong = (_class_of(out) != self._class) & ~self._unsure & (self._class != _NAN)
         if self._out_of_range is not None:
             wrong = wrong & ~self._out_of_range
         count = int(wrong.sum())

@@ -23,6 +23,7 @@ from seatrial.numerics import weaker
 from seatrial.numerics.dtypes import NARROW, is_float, to_float64
 from seatrial.numerics.noise import Contract, Noise, io_dtype
 from seatrial.numerics.promote import WIDE, DeclaredDtypes, DeviceRedirect, Promotion, Tape, whole_storage
+from seatrial.numerics.selections import Selection
 
 _JITTER = 1e-9  # far below float32, far above float64
 _FLOAT64 = "float64"
@@ -47,6 +48,7 @@ class OracleResult:
     dtypes     what the reference declares each output to be
     faithful   True when nothing on the way was rounded that a float64 run should not round
     why        the reason when it is not faithful; empty otherwise
+    selections what the reference chose by value, where an output holds integers: equals may be named in any order
     kind       "float64"; "native, because …" for the weaker oracle; "none, because …" when no answer is right
     """
 
@@ -55,6 +57,7 @@ class OracleResult:
     faithful: bool = True
     why: str = ""
     kind: str = _FLOAT64
+    selections: tuple[Selection, ...] = ()
 
     @property
     def weaker(self) -> bool:
@@ -203,7 +206,8 @@ class Oracle:
             return OracleResult(run.outputs, run.dtypes, faithful=False, why=leak, kind=self.kind)
         if leak:
             return self._native_result(inputs, leak)
-        return OracleResult(run.outputs, run.dtypes)
+        whole = any(not o.is_floating_point() and not o.is_complex() for o in run.outputs)
+        return OracleResult(run.outputs, run.dtypes, selections=tuple(run.promotion.events.selections) if whole else ())
 
     def _answer_is_random(self, inputs: Sequence[Value]) -> bool:
         """Whether the outputs depend on draws that differ from run to run; notes whether on any draws at all."""

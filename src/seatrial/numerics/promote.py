@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from seatrial.numerics.dtypes import FP4, FP8, NARROW, NARROW_COMPLEX, finer, is_float, round_to, to_float64
 from seatrial.numerics.scaled import only_known_swizzles, rows_of, scaled_rows
+from seatrial.numerics.selections import Selection, selection_of
 
 WIDE = torch.float64
 
@@ -238,11 +239,13 @@ class Tape:
 class Events:
     """What happened in a run that the leak test and the report want to know.
 
-    outside    what the reference does that this run cannot follow, in words
+    outside      what the reference does that this run cannot follow, in words
+    selections   what it chose by value: indices that may name any of several equals
     """
 
     leaks: list[str] = field(default_factory=list)
     outside: list[str] = field(default_factory=list)
+    selections: list[Selection] = field(default_factory=list)
     quantised: int = 0
     jumps: int = 0
     draws: int = 0
@@ -327,9 +330,16 @@ class Promotion(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         with torch._C.DisableTorchFunction():
             result = self._dispatch(func, args, kwargs or {})
+            if self._perturbation is None:
+                self._note_selection(func, args, kwargs or {}, result)
             if self._bits:
                 self._keep_bits_alike(func, args, kwargs or {})
             return result
+
+    def _note_selection(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        found = selection_of(func._schema.name.removeprefix("aten::"), args, kwargs, result)
+        if found is not None:
+            self.events.selections.append(found)
 
     def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = func._schema.name.removeprefix("aten::")
