@@ -380,6 +380,13 @@ class Study:
         major, dot, minor = self.device.facts().get("capability", "").partition(".")
         return (int(major), int(minor)) if dot else None
 
+    def written_by_reference(self, case: Case) -> set[str]:
+        """Names of the inputs that the reference itself writes into; a kernel may then do so too."""
+        return self._cached(("written", case.key), lambda: self.oracle.written(self._named(case)))
+
+    def _named(self, case: Case) -> dict[str, Value]:
+        return {s.name: v for s, v in zip(self.problem.inputs, self.placed(self.inputs(case)), strict=True)}
+
     def native_falls_short(self, case: Case) -> bool:
         """True when the native reference itself fails the honest floor of this case."""
         return self._cached(("native falls short", case.key), lambda: self._judge_native(case))

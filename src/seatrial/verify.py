@@ -21,7 +21,7 @@ from seatrial.formats.plain import SEED_IGNORED
 from seatrial.judge import conclude, demote_where_control_fails, headline, in_reading_order
 from seatrial.model import Adequacy, BenchmarkRule, Candidate, CheckRow, Finding, Outcome, Problem, Ran, Report, Verdict
 from seatrial.policy import Policy
-from seatrial.study import Clock, Study
+from seatrial.study import Clock, Study, reference_boundary
 
 if TYPE_CHECKING:
     from seatrial.devices.base import Device
@@ -103,7 +103,10 @@ def measured_adequacy(study: Study, checks: Sequence[Check], options: Options) -
         return Adequacy(sentence=f"{NOT_MEASURED}: fitted-inputs, which uses the inputs that it finds, was not run")
     options.progress(PLANTING, "", 0.0)
     try:
-        return measure(study, study.policy.adequacy_s, mutants=study.policy.mutants)
+        # A fault in the reference may make it raise whatever it likes: that costs the measure, never the audit.
+        return reference_boundary(
+            lambda: measure(study, study.policy.adequacy_s, mutants=study.policy.mutants), "planting faults"
+        )
     except InfrastructureError as error:
         return Adequacy(sentence=f"{NOT_MEASURED}: {error}")
     finally:

@@ -26,6 +26,7 @@ from seatrial.errors import InfrastructureError
 from seatrial.inputs.roles import Role, roles
 from seatrial.model import Adequacy, CallRecord, Outcome, PlantedFault, Ran, Value
 from seatrial.numerics.dtypes import half_ulp, is_float
+from seatrial.numerics.moved import share_changed
 from seatrial.numerics.oracle import Oracle
 from seatrial.numerics.promote import DeviceRedirect
 from seatrial.values import judge_values
@@ -316,7 +317,7 @@ class Court:
 
 def _identical(outputs: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
     return all(
-        a.shape == b.shape and a.dtype == b.dtype and torch.equal(a.nan_to_num(), b.nan_to_num())
+        a.shape == b.shape and a.dtype == b.dtype and share_changed(a, b) == 0.0
         for a, b in zip(outputs, others, strict=True)
     )
 

@@ -25,7 +25,7 @@ from seatrial.checks.base import (
     unusable,
     where,
 )
-from seatrial.model import CallRecord, Finding, Ran
+from seatrial.model import CallRecord, Finding, Outcome, Ran
 from seatrial.study import Case, Study
 
 if TYPE_CHECKING:
@@ -50,34 +50,53 @@ def observe(bench: Bench, job: Job) -> Evidence:
 
 
 def judge(study: Study, evidence: Sequence[Evidence]) -> Conclusion:
-    """Any changed byte is a fault."""
+    """Any changed byte is a fault, but in an input that the reference itself works in."""
     findings: list[Finding] = []
     for e in evidence:
         findings += _judge_call(study, e.job.cases[0], e.records[0])
-    bad = [f for f in findings if f.outcome.value == "failed"]
-    return Conclusion(bad[:3] or findings or [held(NAME, "no byte of any input changed")])
+    bad = [f for f in findings if f.outcome is Outcome.FAILED]
+    noted = [f for f in findings if f.outcome is Outcome.NOTED]
+    words = "no byte of any other input changed" if noted else "no byte of any input changed"
+    missing = [f for f in findings if f.outcome is Outcome.NOT_VERIFIED]
+    return Conclusion(bad[:3] or missing or [held(NAME, words), *noted[:1]])
 
 
 def _judge_call(study: Study, case: Case, record: CallRecord) -> list[Finding]:
     from torch import Tensor
 
-    before = study.inputs(case)
+    before, allowed = study.inputs(case), study.written_by_reference(case)
     if record.ran is not Ran.RETURNED or len(record.echoed) != len(before):
         return [not_verified(NAME, unusable(record), where=where(case))]
-    return [
-        failed(
-            NAME,
-            f"input `{spec.name}` changed during the call in {count} of {was.numel()} elements",
-            cause="mutated",
-            measured=float(count),
-            allowed=0.0,
-            unit="elements",
-            where=where(case),
-            advice="Work on a copy, or have the problem declare the input as updated in place.",
-        )
-        for spec, was, now in zip(study.problem.inputs, before, record.echoed, strict=True)
-        if now is not None and isinstance(was, Tensor) and (count := changed_elements(was, now))
-    ]
+    findings = []
+    for spec, was, now in zip(study.problem.inputs, before, record.echoed, strict=True):
+        count = changed_elements(was, now) if now is not None and isinstance(was, Tensor) else 0
+        if count and spec.name in allowed:
+            findings.append(_as_the_reference(case, spec.name))
+        elif count and isinstance(was, Tensor):
+            findings.append(_mutated(case, spec.name, count, was.numel()))
+    return findings
+
+
+def _mutated(case: Case, name: str, count: int, elements: int) -> Finding:
+    return failed(
+        NAME,
+        f"input `{name}` changed during the call in {count} of {elements} elements",
+        cause="mutated",
+        measured=float(count),
+        allowed=0.0,
+        unit="elements",
+        where=where(case),
+        advice="Work on a copy, or have the problem declare the input as updated in place.",
+    )
+
+
+def _as_the_reference(case: Case, name: str) -> Finding:
+    return Finding(
+        check=NAME,
+        outcome=Outcome.NOTED,
+        reason=f"input `{name}` changes during the call, as it does in the reference; what is left there is not judged",
+        where=where(case),
+    )
 
 
 def changed_elements(was: Tensor, now: Tensor) -> int:

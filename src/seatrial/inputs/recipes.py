@@ -120,7 +120,7 @@ def _all(plan: _Plan) -> tuple[Recipe | None, ...]:
         plan.scalars("smaller-eps", "{} / 1000", _is_eps, _times(1e-3)),
         plan.scalars("larger-cap", "{} times 3", _is_cap, _times(3.0)),
         plan.scalars("smaller-scalars", "{} times 0.75", _is_other, _times(0.75)),
-        plan.scalars("larger-ints", "{} plus one", _is_int, lambda v: v + 1, risky=True),
+        plan.scalars("larger-ints", "{} plus one", _is_whole, lambda v: v + 1, risky=True),
     )
 
 
@@ -457,7 +457,11 @@ def _is_flag(name: str, value: Value) -> bool:
 
 
 def _is_int(name: str, value: Value) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0 and "ignore" not in name.lower()
+    return _is_whole(name, value) and bool(value > 1)
+
+
+def _is_whole(name: str, value: Value) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0 and "ignore" not in name.lower()
 
 
 def _is_real(value: Value) -> bool:

@@ -81,6 +81,10 @@ def _integer_role(spec: TensorSpec, *, traced_index: bool) -> Role:
         return Role.WEIGHT
     if _has_word(spec.name, r"positions?|pos"):
         return Role.POSITION
+    if traced_index and _has_word(spec.name, r"experts?"):
+        return (
+            Role.TOKEN_IDS
+        )  # where each token goes, and any token may go anywhere; a top-k without repeats is seen later
     if _has_word(spec.name, _ADDRESS_WORDS):
         return Role.INDICES
     if traced_index or _has_word(spec.name, _TOKEN_WORDS):

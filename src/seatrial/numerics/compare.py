@@ -45,6 +45,7 @@ _MOSTLY = 0.75  # of a row or column
 _SLACK = 1 + 2.0**-10  # for the oracle's own rounding at ties
 _PRIOR = 8.0  # weight of the pooled variance, in samples
 _SAMPLED = 2.0**20  # different random numbers behind a sample
+_TOUCH = 2.0**-20  # of the value from which a number overflows: what lies so near may fall either way
 _NAN = 3  # as _class_of has it
 _FLUSHED = 2.0**-126  # honest kernels may flush subnormals to zero
 
@@ -141,7 +142,8 @@ class Yardstick:
     """One floating-point output: the oracle, its honest spread, and how to measure against them.
 
     `oracle` and `samples` are float64 of one shape, the samples before their final rounding; `stored` is
-    the dtype in which a kernel hands the output over.
+    the dtype in which a kernel hands the output over. Where the reference gives NaN nothing is known of the right
+    answer, and nothing is judged, unless `nan_is_meant`: the inputs hold NaN, and it is to be passed on.
     """
 
     def __init__(
@@ -152,7 +154,9 @@ class Yardstick:
         *,
         excused: Tensor | None = None,
         wide: bool = False,
+        nan_is_meant: bool = False,
     ) -> None:
+        self._nan_is_meant = nan_is_meant
         self.y = oracle.contiguous()
         self.stored = stored
         self.half = half_ulp(self.y, stored)
@@ -210,7 +214,7 @@ class Yardstick:
     @property
     def unjudged(self) -> int:
         """Elements left out: ill-conditioned, NaN in the reference, or beyond its range."""
-        nan = self._class == _NAN
+        nan = (self._class == _NAN) & (not self._nan_is_meant)
         return int((nan if self._excused is None else nan | self._excused).sum())
 
     @cached_property
@@ -311,8 +315,9 @@ class Yardstick:
 
     def _where_class_is_open(self) -> Tensor:
         """Where honest kernels may disagree on finite, infinite or NaN."""
-        limit = FORMATS[self.stored].largest
-        unsure = ((self.y.abs() - limit).abs() <= self.half + TAIL * self.sigma) & torch.isfinite(self.y)
+        largest = torch.tensor(FORMATS[self.stored].largest, dtype=self.y.dtype, device=self.y.device)
+        overflows = largest + half_ulp(largest, self.stored)
+        unsure = ((self.y.abs() - overflows).abs() <= TAIL * self.sigma + _TOUCH * overflows) & torch.isfinite(self.y)
         if self._all_finite and all(_surely_finite(sample) for sample in self._samples):
             return unsure
         for sample in self._samples:
@@ -322,8 +327,9 @@ class Yardstick:
     def _nonfinite(self, out: Tensor) -> TestResult:
         if self._all_finite and _surely_finite(out):
             return TestResult("nonfinite", 0, 0, False)
-        # Where the reference itself gives NaN nothing is known of the right answer: not judged, whatever stands there.
-        wrong = (_class_of(out) != self._class) & ~self._unsure & (self._class != _NAN)
+        wrong = (_class_of(out) != self._class) & ~self._unsure
+        if not self._nan_is_meant:
+            wrong = wrong & (self._class != _NAN)
         if self._out_of_range is not None:
             wrong = wrong & ~self._out_of_range
         count = int(wrong.sum())

@@ -126,7 +126,8 @@ class Envelope:
                 unusable, "The shape of an output depends on rounding errors, so the honest error is unknown."
             )
         by_output = tuple(tuple(run[i] for run in runs) for i in range(len(names)))
-        yardsticks = tuple(_yardstick(result, i, by_output[i], stored[i], wide=wide) for i in range(len(names)))
+        kind = {"wide": wide, "nan_is_meant": _has_nan(inputs)}
+        yardsticks = tuple(_yardstick(result, i, by_output[i], stored[i], **kind) for i in range(len(names)))
         lost = tuple(_out_of_range(yardsticks[i], native[i] if native is not None else None) for i in range(len(names)))
         return cls(names, contract, result, stored, yardsticks, by_output, lost, "", dict(base.tape.conditions))
 
@@ -216,13 +217,17 @@ def _is_real_or_complex(value: Tensor) -> bool:
     return value.is_floating_point() or value.is_complex()
 
 
+def _has_nan(inputs: Sequence[Value]) -> bool:
+    return any(isinstance(v, Tensor) and is_float(v.dtype) and bool(to_float64(v).isnan().any()) for v in inputs)
+
+
 def _is_wide(inputs: Sequence[Value], stored: Sequence[torch.dtype]) -> bool:
     wide = {torch.float64, torch.complex128}
     return any(isinstance(v, Tensor) and v.dtype in wide for v in inputs) or any(d in wide for d in stored)
 
 
 def _yardstick(
-    result: OracleResult, i: int, samples: tuple[Tensor, ...], stored: torch.dtype, *, wide: bool
+    result: OracleResult, i: int, samples: tuple[Tensor, ...], stored: torch.dtype, *, wide: bool, nan_is_meant: bool
 ) -> Yardstick | None:
     """None for outputs that are compared exactly."""
     value, own = result.values[i], result.dtypes[i]
@@ -234,7 +239,9 @@ def _yardstick(
     if not is_float(stored):
         return None
     # when the reference itself stores fewer bits than the problem declares, its rounding is permitted
-    return Yardstick(value, list(samples), coarser(stored, own) if is_float(own) else stored, wide=wide)
+    return Yardstick(
+        value, list(samples), coarser(stored, own) if is_float(own) else stored, wide=wide, nan_is_meant=nan_is_meant
+    )
 
 
 def _out_of_range(yardstick: Yardstick | None, native: Tensor | None) -> float:

@@ -264,8 +264,10 @@ class Noise:
             size = call.args[0].abs() if call.name in _TIMES_INPUT else 1.0
             return disturbed.add_(self._uniform(result) * size, alpha=_FUNCTION_ULPS * u)
         if call.name in _SCALED_BY_ROW:
-            rows = self._per_row(call, result)
-            return disturbed.mul_(1 + rows * (u * math.sqrt(_row_length(call) / 3)))
+            spread: float | Tensor = u * math.sqrt(_row_length(call) / 3)
+            if "softmax" in call.name:  # kernels that stream take exp(x - logsumexp): the latter is rounded at its size
+                spread = spread + u * _row_size(call)
+            return disturbed.mul_(1 + self._per_row(call, result) * spread)
         if terms > 1:
             disturbed.mul_(1 + self._normal(result) * (u * math.sqrt(terms / 3)))
         return disturbed
@@ -346,6 +348,14 @@ _SAVED = frozenset({"native_layer_norm_backward", "native_group_norm_backward"})
 
 _Terms = float | Tensor
 _Scale = tuple[_Terms, Tensor | None]  # number of terms, sum of their squares (None: nothing is summed)
+
+
+def _row_size(call: OpCall) -> Tensor:
+    """Size of the largest input of each row of a softmax, which is nearly that of its logsumexp."""
+    values, dim = call.args[0], call.args[1]
+    if not isinstance(values, Tensor) or not values.dim():
+        return torch.zeros(())
+    return values.amax(dim, keepdim=True).abs().nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def _is_square(exponent: Any) -> bool:

@@ -123,6 +123,18 @@ class Oracle:
             raise OracleUnavailable(f"The reference raises on these inputs: {_in_words(error)}") from error
         return tuple(_as_tensor(value, _home(inputs)) for value in self._by_name(returned))
 
+    def written(self, inputs: Mapping[str, Value]) -> set[str]:
+        """Names of the tensor inputs that a native run changes; empty where it does not run."""
+        copies = {name: _private(value) for name, value in inputs.items()}
+        home = _home(list(inputs.values()))
+        try:
+            with _quiet_torch(home), DeviceRedirect(home):
+                self.reference(*copies.values())
+        except Exception:  # noqa: BLE001 - foreign code; whoever needs its values learns what it raised
+            return set()
+        pairs = ((name, value, copies[name]) for name, value in inputs.items())
+        return {n for n, v, c in pairs if isinstance(v, Tensor) and isinstance(c, Tensor) and not _same_bytes(v, c)}
+
     def sample(
         self, inputs: Sequence[Value], contract: Contract, seed: int, tape: Tape, *, wide: bool, nearest: bool = False
     ) -> tuple[Tensor, ...]:
@@ -305,6 +317,11 @@ def _float_dtypes(inputs: Sequence[Value]) -> tuple[torch.dtype, ...]:
 
 def _is_float_tensor(value: Any) -> bool:
     return isinstance(value, Tensor) and is_float(value.dtype)
+
+
+def _same_bytes(before: Tensor, after: Tensor) -> bool:
+    a, b = (t.contiguous().reshape(-1).view(torch.uint8) for t in (before, after))
+    return a.shape == b.shape and bool((a == b).all())
 
 
 def _private(value: Value) -> Value:
