@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -61,7 +62,7 @@ def test_a_case_too_large_for_the_machine_is_said_and_not_tried() -> None:
         subject.inputs(subject.case(subject.smallest))
 
 
-def test_a_native_reference_that_falls_short_excuses_what_is_no_farther_off_when_its_sums_are_wide(
+def test_a_native_reference_that_falls_short_excuses_what_is_no_farther_off_when_it_is_bounded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     subject = study()
@@ -74,5 +75,17 @@ def test_a_native_reference_that_falls_short_excuses_what_is_no_farther_off_when
 
     monkeypatch.setattr(subject, "native", lambda of: off_by(1e-3))
     for wide, share, excused in ((True, -1.2e-3, True), (True, -1e-2, False), (False, -1.2e-3, False)):
-        monkeypatch.setattr(subject, "_native_sums_are_wide", lambda output, wide=wide: wide)
+        monkeypatch.setattr(subject, "_native_is_bounded", lambda case, output, wide=wide: wide)
         assert subject.excuses(case, off_by(share)) == [excused]
+
+
+def test_a_native_carry_bounds_nothing_and_wide_sums_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = study()
+    case = subject.case(subject.smallest, "scaled-up-32")
+    for bits, unbounded, bounded in ((24, False, True), (None, False, True), (8, True, False), (14, False, False)):
+        found = SimpleNamespace(bits=bits, unbounded=unbounded)
+        monkeypatch.setattr(subject, "native_fingerprints", {"out0": found})
+        assert subject._native_is_bounded(case, "out0") is bounded
+    monkeypatch.setattr(subject, "native_fingerprints", {})
+    assert subject._native_is_bounded(case, "out0")
+    assert not subject._native_is_bounded(subject.case(subject.smallest), "out0")
