@@ -140,7 +140,6 @@ PAIRS = (
         capacity_kernel(14),
         SUMS,
         note="balanced routing: about four tokens an expert",
-        known_miss="needs ids that repeat more than 14 times; the role of `experts` is not taken for ids",
     ),
     Pair(
         "D04",

@@ -123,7 +123,6 @@ PAIRS = (
         token_kernel(first_only=False),
         token_kernel(first_only=True),
         note="upstream gradient of ones",
-        known_miss="needs upstream gradients other than ones",
     ),
     Pair(
         "M02",
@@ -142,8 +141,6 @@ PAIRS = (
         masked_kernel(guarded=True),
         masked_kernel(guarded=False),
         note="a random mask: no row is empty",
-        known_miss="needs a mask with an empty row",
-        known_alarm="sometimes: inconclusive, the accumulator of grad_q over `v` cannot be read (the answer is wrong even without swamping)",
     ),
     Pair(
         "M04",

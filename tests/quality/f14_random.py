@@ -134,7 +134,6 @@ PAIRS = (
         seed_kernel(given=True),
         seed_kernel(given=False),
         note="the seed is always 0",
-        known_miss="needs another value of the scalar `seed`",
     ),
     Pair(
         "P02/own",
