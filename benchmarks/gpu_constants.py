@@ -23,6 +23,7 @@ from torch import Tensor
 
 U = 2.0**-24
 LENGTHS = (128, 512, 2048, 8192, 32768)
+SIDES = (128, 4096)  # of the square result: a small one is split over its terms, a large one is not
 
 
 def main() -> int:
@@ -100,21 +101,22 @@ def _exactly(a: Tensor, b: Tensor) -> Tensor:
 
 def drift() -> dict[str, dict[int, dict[str, float]]]:
     """Mean and rms of (got - exact) / exact in units of u, of like-signed products that every unit holds exactly."""
-    print(f"{'unit':9}" + "".join(f"{n:>22}" for n in LENGTHS) + "   mean / rms of the relative error, in u")
+    print(f"{'unit, side':14}" + "".join(f"{n:>22}" for n in LENGTHS) + "   mean / rms of the relative error, in u")
     found: dict[str, dict[int, dict[str, float]]] = {}
-    for name, product in products().items():
+    for side, (unit, product) in ((side, item) for side in SIDES for item in products().items()):
+        name = f"{unit} {side}"
         found[name] = {}
         for n in LENGTHS:
             g = torch.Generator(device="cuda").manual_seed(n)
             # As many significant bits as the operands hold, so that no product or sum is exact by luck.
-            a = _held(1 + torch.rand(128, n, generator=g, device="cuda"), name)
-            b = _held(1 + torch.rand(n, 128, generator=g, device="cuda"), name)
+            a = _held(1 + torch.rand(side, n, generator=g, device="cuda"), unit)
+            b = _held(1 + torch.rand(n, side, generator=g, device="cuda"), unit)
             relative = attempt(lambda a=a, b=b, product=product: (product(a, b).double() / _exactly(a, b) - 1) / U)
             if isinstance(relative, Tensor):
                 found[name][n] = {"mean": float(relative.mean()), "rms": float(relative.square().mean().sqrt())}
         cells = (f"{c['mean']:10.2f} /{c['rms']:9.2f} " for c in found[name].values())
-        print(f"{name:9}" + "".join(f"{c:>22}" for c in cells))
-    print(f"{'u·n/4':9}" + "".join(f"{-n / 4:>22.0f}" for n in LENGTHS))
+        print(f"{name:14}" + "".join(f"{c:>22}" for c in cells))
+    print(f"{'u·n/4':14}" + "".join(f"{-n / 4:>22.0f}" for n in LENGTHS))
     return found
 
 
