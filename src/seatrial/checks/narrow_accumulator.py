@@ -124,7 +124,9 @@ def _judge_output(study: Study, fingerprint: Fingerprint, growth: Sequence[Growt
     details = _details(fingerprint)
     place = where(study.probe_case, note=f"probes on `{fingerprint.slot}`")
     if not verdict.verified and native is not None and native.bits is None and native.at_least is None:
-        reason = f"`{fingerprint.output}`: the native reference answers these probes no better, so its sums are not probed"
+        reason = (
+            f"`{fingerprint.output}`: the native reference answers these probes no better, so its sums are not probed"
+        )
         return Finding(check=NAME, outcome=Outcome.NOT_APPLICABLE, output=fingerprint.output, reason=reason)
     if not verdict.verified:
         return not_verified(NAME, verdict.reason, output=fingerprint.output, where=place, details=details)
