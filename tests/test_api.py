@@ -220,3 +220,46 @@ def test_a_part_of_an_audit_is_run_again_as_that_part() -> None:
         "only=['does-not-load'], skip=['wrong-values'], fail_fast=True)"
     )
     assert report.headline == "1 of 12 checks was run; it held."
+
+
+def add_residual(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    return x * 2 + residual
+
+
+def without_residual(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+def make_with_zeros(seed: int) -> dict[str, Any]:
+    return {"x": torch.randn(16, 32, generator=torch.Generator().manual_seed(seed)), "residual": torch.zeros(16, 32)}
+
+
+def test_an_input_that_is_always_zero_is_varied_so_that_ignoring_it_shows() -> None:
+    run = {"reference": add_residual, "inputs": make_with_zeros, "policy": "quick", "device": "cpu"}
+    honest = seatrial.check(add_residual, only=["fitted-inputs"], **run)
+    ignoring = seatrial.check(without_residual, only=["fitted-inputs"], **run)
+    assert (honest.verdict, ignoring.verdict) == (Verdict.ACCEPTED, Verdict.REJECTED)
+
+
+def silu(x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.silu(x)
+
+
+def silu_by_tanh(x: torch.Tensor) -> torch.Tensor:
+    half = x.float() * 0.5
+    return (half + half * torch.tanh(half)).to(x.dtype)
+
+
+def silu_cut(x: torch.Tensor) -> torch.Tensor:
+    half = x.float().clamp(min=-12) * 0.5
+    return (half + half * torch.tanh(half)).to(x.dtype)
+
+
+def bf16_rows(seed: int) -> dict[str, Any]:
+    return {"x": torch.randn(64, 256, generator=torch.Generator().manual_seed(seed)).bfloat16()}
+
+
+def test_a_function_made_of_tanh_is_honest_and_one_that_is_cut_off_is_not() -> None:
+    run = {"reference": silu, "inputs": bf16_rows, "policy": "quick", "device": "cpu", "only": ["fitted-inputs"]}
+    assert seatrial.check(silu_by_tanh, **run).verdict is Verdict.ACCEPTED
+    assert seatrial.check(silu_cut, **run).verdict is Verdict.REJECTED

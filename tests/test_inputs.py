@@ -613,3 +613,20 @@ def test_log_probabilities_stay_log_probabilities() -> None:
         if not torch.equal(tensor(changed, "log_q"), tensor(logs, "log_q")):
             sums = tensor(changed, "log_q").double().exp().sum(-1)
             assert torch.allclose(sums, torch.ones(6, dtype=torch.float64), atol=1e-3), name
+
+
+def test_what_the_declared_draw_holds_constant_varies_by_whatever_name() -> None:
+    flat: dict[str, Value] = {
+        "x": torch.randn(9, 8),
+        "h0": torch.zeros(8),
+        "temperature": torch.ones(8),
+        "zeros": torch.zeros(8, dtype=torch.int8),
+        "seq_lens": torch.full((8,), 64),
+        "p": 0.0,
+    }
+    ways = offered(lambda s: flat)
+    varied = ways["varied-constants"].apply(flat, 1)
+    assert tensor(varied, "h0").std() > 0.3 and bool((tensor(varied, "temperature") > 0).all())
+    assert int(tensor(varied, "zeros").max()) > 0 and tensor(varied, "zeros").dtype == torch.int8
+    assert 1 <= int(tensor(varied, "seq_lens").min()) < int(tensor(varied, "seq_lens").max()) <= 64
+    assert ways["larger-scalars"].apply(flat, 1)["p"] == 0.1

@@ -138,6 +138,22 @@ class Study:
         except InfrastructureError:
             return False
 
+    def never_varied(self) -> list[str]:
+        """Tensor inputs that hold one value in the declared draw and in every recipe that this policy tries."""
+        from torch import Tensor
+
+        case = self.case(self.smallest)
+        drawn = {s.name: v for s, v in zip(self.problem.inputs, self.inputs(case), strict=True)}
+        flat = {
+            n
+            for n, v in drawn.items()
+            if isinstance(v, Tensor) and v.numel() > 1 and bool((v == v.reshape(-1)[0]).all())
+        }
+        for name in self.tried_recipes if flat else []:
+            changed = self.recipes[name].apply(drawn, 0)
+            flat = {n for n in flat if changed[n] is drawn[n] or bool((changed[n] == drawn[n]).all())}  # type: ignore[union-attr]
+        return sorted(flat)
+
     def outside_sizes(self) -> tuple[Workload, ...]:
         """Workloads at sizes that the problem does not list."""
         ceiling = CUDA_ELEMENTS if self.device.name.startswith("cuda") else CPU_ELEMENTS

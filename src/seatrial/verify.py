@@ -309,6 +309,9 @@ def _limits(study: Study, findings: Sequence[Finding], adequacy: Adequacy, optio
         limits.append(
             f"{left} of {len(study.problem.workloads)} declared workloads are not audited under policy {study.policy.name}"
         )
+    limits += _constant_inputs(study, findings)
+    if not study.problem.resizable and any(f.check == "fitted-sizes" for f in findings):
+        limits.append("only the sizes that the inputs are made with were tried")
     untried = _untried_recipes(study, findings)
     if untried:
         limits.append(f"inputs that policy {study.policy.name} leaves untried: {', '.join(untried)}")
@@ -322,6 +325,20 @@ def _limits(study: Study, findings: Sequence[Finding], adequacy: Adequacy, optio
     if not study.device.name.startswith("cuda"):
         limits.append("audited on the CPU: nothing is said about streams, races or the precision of a GPU's units")
     return limits
+
+
+def _constant_inputs(study: Study, findings: Sequence[Finding]) -> list[str]:
+    if not any(f.check == "fitted-inputs" for f in findings):
+        return []
+    try:
+        names = study.never_varied()
+    except InfrastructureError:
+        return []  # the inputs cannot be drawn here, which is a finding already
+    return (
+        [f"{', '.join(f'`{n}`' for n in names)} held one value in every input tried: a kernel that ignores it passes"]
+        if names
+        else []
+    )
 
 
 def _untried_recipes(study: Study, findings: Sequence[Finding]) -> list[str]:

@@ -193,6 +193,13 @@ def uneven_scales(values: Tensor, generator: Generator) -> Tensor:
     return values * torch.randint(-3, 4, values.shape, generator=generator).to(values.dtype).exp2()
 
 
+def varied_constant(values: Tensor, generator: Generator) -> Tensor:
+    """A normal draw in place of zeros, positive numbers about its value in place of any other constant."""
+    constant = values.reshape(-1)[0]
+    fresh = _randn(values, generator)
+    return fresh if float(constant) == 0.0 else constant * (0.5 * fresh).exp()
+
+
 def unnormalised(values: Tensor, generator: Generator) -> Tensor:
     """Rows that sum to a half instead of one, and the first to nothing."""
     rows = _rows(values) * 0.5
@@ -225,6 +232,13 @@ def zipf(ids: Tensor, bound: int, generator: Generator) -> Tensor:
     if kinds < bound:
         return torch.randint(0, bound, (kinds,), generator=generator)[ranks]
     return torch.randperm(bound, generator=generator)[ranks]
+
+
+def varied_integers(values: Tensor, bound: int, generator: Generator) -> Tensor:
+    """Small numbers in place of zeros, 1 to its value in place of any other constant: zero points, lengths, counts."""
+    constant = int(values.reshape(-1)[0])
+    low, high = (0, 4) if constant == 0 else (1, max(3, constant + 1))
+    return torch.randint(low, high, values.shape, generator=generator)
 
 
 def edge_ids(ids: Tensor, bound: int, generator: Generator) -> Tensor:

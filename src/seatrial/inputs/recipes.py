@@ -70,6 +70,7 @@ def _all(plan: _Plan) -> tuple[Recipe | None, ...]:
         plan.floats(
             "free-weight", "{} from a normal, with 0 and -1 among them", plan.flat_weights, c.nonunit, pinned=True
         ),
+        plan.constants("varied-constants", "{} no longer constant"),
         plan.masks("half-masked", "half of {} masked out", c.random_mask(0.5)),
         plan.labels("one-ignored", "one of {} ignored", lambda value: c.ignored(0.0, value)),
         plan.scalars("flipped-flags", "{} the other way round", _is_flag, lambda v: not v, risky=True),
@@ -147,6 +148,16 @@ class _Plan:
         fixed = {n for w in problem.workloads for n, rule in w.inputs.items() if rule.kind == "safetensors"}
         ids = (n for n, role in self.role.items() if role is Role.TOKEN_IDS and n not in fixed)
         self.token_ids = tuple(n for n in ids if self._are_free(n, sample))
+        loose = (n for n, role in self.role.items() if role is Role.INDICES and n in index_ranges and n not in fixed)
+        self.token_ids += tuple(n for n in loose if n in sample and self._are_free(n, sample))
+        fixed_roles = (Role.MASK, Role.POSITION, Role.TOKEN_IDS)
+        flat = [s for s in problem.inputs if self.role[s.name] not in fixed_roles and _is_flat(sample.get(s.name))]
+        self._flat_floats = tuple(
+            s.name for s in flat if s.dtype.startswith(("float", "bfloat")) and _is_plain(s.dtype)
+        )
+        self._flat_integers = tuple(
+            s.name for s in flat if s.dtype.startswith(("int", "uint")) and s.name not in index_ranges
+        )
         self._masks = tuple(n for n, role in self.role.items() if role is Role.MASK and n not in fixed)
         self._positions = tuple(
             spec.name
@@ -161,8 +172,7 @@ class _Plan:
             if self.role[spec.name] in wanted
             and spec.shape is not None
             and spec.dtype.startswith(("float", "bfloat"))
-            and "float4" not in spec.dtype
-            and "e8m0" not in spec.dtype
+            and _is_plain(spec.dtype)
         )
 
     def floats(
@@ -183,6 +193,22 @@ class _Plan:
             return _change_floats(inputs, targets, change, Generator().manual_seed(seed), pinned=pinned)
 
         return Recipe(name, words.format(", ".join(targets)), apply, risky)
+
+    def constants(self, name: str, words: str) -> Recipe | None:
+        """Everything at once that the declared draw holds constant, but masks, positions and ids."""
+        if not self._flat_floats and not self._flat_integers:
+            return None
+
+        def apply(inputs: Inputs, seed: int) -> dict[str, Value]:
+            generator = Generator().manual_seed(seed)
+            varied = _change_floats(inputs, self._flat_floats, changes.varied_constant, generator, pinned=True)
+            for target in self._flat_integers:
+                old = inputs[target]
+                if isinstance(old, Tensor) and old.numel():
+                    varied[target] = changes.varied_integers(old, 0, generator).to(old.dtype).contiguous()
+            return varied
+
+        return Recipe(name, words.format(", ".join((*self._flat_floats, *self._flat_integers))), apply, risky=True)
 
     def ids(self, name: str, words: str, change: ChangeIds) -> Recipe | None:
         if not self.token_ids:
@@ -364,6 +390,10 @@ def _without_structure(names: tuple[str, ...], sample: Inputs) -> tuple[str, ...
     return tuple(name for name in names if not shows_structure(sample.get(name)))
 
 
+def _is_plain(dtype: str) -> bool:
+    return "float4" not in dtype and "e8m0" not in dtype  # those are codes, not numbers
+
+
 def _is_flat(value: Value | None) -> bool:
     """One value everywhere, zeros included: drawn so for want of a better idea, not because it has to be."""
     return isinstance(value, Tensor) and value.numel() > 1 and bool((value == value.reshape(-1)[0]).all())
@@ -469,7 +499,14 @@ def _is_real(value: Value) -> bool:
 
 
 def _times(factor: float) -> ChangeScalar:
-    return lambda value: value * factor
+    """Times a factor; what is zero, and would stay it, becomes a tenth."""
+
+    def change(value: Value) -> Value:
+        if isinstance(value, Tensor):
+            return torch.where(value == 0, torch.full_like(value, 0.1), value * factor)
+        return value * factor if value else 0.1
+
+    return change
 
 
 def _one(value: Value) -> Value:

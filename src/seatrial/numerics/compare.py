@@ -455,7 +455,7 @@ class Yardstick:
             allowed,
             off > allowed,
             None,
-            f"the output is {slope if slope is not None else math.nan:.6g} times the right answer on average",
+            f"on average the output is off by {(slope if slope is not None else math.nan) - 1:+.2g} of the right answer",
         )
 
     # -- groups

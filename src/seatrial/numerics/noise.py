@@ -264,6 +264,9 @@ class Noise:
         if call.name in _THROUGH_EXP:
             size = call.args[0].abs() if call.name in _TIMES_INPUT else 1.0
             return disturbed.add_(self._uniform(result) * size, alpha=_FUNCTION_ULPS * u)
+        if call.name in _BACKWARD_THROUGH_EXP:
+            size = call.args[0].abs() * (1 + call.args[1].abs())
+            return disturbed.add_(self._uniform(result) * size, alpha=_FUNCTION_ULPS * u)
         if call.name in _SCALED_BY_ROW:
             spread: float | Tensor = u * math.sqrt(_row_length(call) / 3)
             if "softmax" in call.name:  # kernels that stream take exp(x - logsumexp): the latter is rounded at its size
@@ -341,8 +344,10 @@ _SCALED_BY_ROW = frozenset({"_softmax", "native_layer_norm", "native_group_norm"
 # A kernel computes these from exp: 1 - 2/(1 + exp(2x)) is off by roundings of 1, not of the (smaller) result.
 _TIE = 1e-12  # of the largest value: parts equals and nothing else
 _ORDERS_TIES_FREELY = {"topk": 2, "sort": 1}  # and where their `dim` stands
-_TIMES_INPUT = frozenset({"gelu", "mish"})
-_THROUGH_EXP = frozenset({"tanh", "erf", "softplus", "log_sigmoid_forward"}) | _TIMES_INPUT
+_TIMES_INPUT = frozenset({"gelu", "mish", "silu"})
+_THROUGH_EXP = frozenset({"tanh", "erf", "softplus", "log_sigmoid_forward", "sigmoid"}) | _TIMES_INPUT
+# Their gradients come of the same exp, and are off by roundings of the upstream gradient (times the input).
+_BACKWARD_THROUGH_EXP = frozenset({"tanh_backward", "sigmoid_backward", "silu_backward", "gelu_backward"})
 _SHIFTED_BY_ROW = frozenset({"_log_softmax", "logsumexp", "_softmax_backward_data", "_log_softmax_backward_data"})
 # Arguments that an earlier op saved for its backward: moving them apart from their origin would be double counting.
 _SAVED = frozenset({"native_layer_norm_backward", "native_group_norm_backward"})
