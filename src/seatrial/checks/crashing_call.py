@@ -54,7 +54,7 @@ def judge(study: Study, evidence: Sequence[Evidence]) -> Conclusion:
             [
                 failed(
                     NAME,
-                    f"{len(fatal)} of {len(calls)} declared workloads did not return: {unusable(record)}",
+                    f"{len(fatal)} of {len(calls)} audited workloads did not return: {unusable(record)}",
                     cause=f"call:{record.ran.value}",
                     where=where(case),
                     advice="Run the replay below and read the candidate's own words in the details.",

@@ -235,9 +235,9 @@ def zipf(ids: Tensor, bound: int, generator: Generator) -> Tensor:
 
 
 def varied_integers(values: Tensor, bound: int, generator: Generator) -> Tensor:
-    """Small numbers in place of zeros, 1 to its value in place of any other constant: zero points, lengths, counts."""
+    """Another value everywhere: 1 to 3 in place of zeros, less in place of a larger constant (zero points, lengths)."""
     constant = int(values.reshape(-1)[0])
-    low, high = (0, 4) if constant == 0 else (1, max(3, constant + 1))
+    low, high = (1, 4) if constant == 0 else (1, constant) if constant > 1 else (constant + 1, constant + 3)
     return torch.randint(low, high, values.shape, generator=generator)
 
 
