@@ -138,6 +138,7 @@ class Study:
         except InfrastructureError:
             return False
 
+    @cached_property
     def never_varied(self) -> list[str]:
         """Tensor inputs that hold one value in the declared draw and in every recipe that this policy tries."""
         from torch import Tensor

@@ -331,7 +331,7 @@ def _constant_inputs(study: Study, findings: Sequence[Finding]) -> list[str]:
     if not any(f.check == "fitted-inputs" for f in findings):
         return []
     try:
-        names = study.never_varied()
+        names = study.never_varied
     except InfrastructureError:
         return []  # the inputs cannot be drawn here, which is a finding already
     return (

@@ -28,6 +28,7 @@ import seatrial
 from seatrial.adequacy.kinds import BY_NAME, KINDS, Call, Kind
 from seatrial.model import Value
 from seatrial.numerics.promote import DeclaredDtypes, Promotion
+from seatrial.numerics.schema import bind, name_of
 from seatrial.numerics.trace import flatten_outputs
 
 _OURS = (str(Path(seatrial.__file__).parent), str(Path(torch.__file__).parent))
@@ -235,25 +236,6 @@ class _Plant(_Watch):  # type: ignore[no-untyped-call]
 
 
 # -- operations -------------------------------------------------------------------------------------
-
-
-def name_of(func: Any) -> str:
-    """The aten name without namespace, overload and the underscore of in-place forms."""
-    name: str = func._schema.name.split("::")[1]
-    return name.rstrip("_") if not name.endswith("__") else name
-
-
-def bind(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments by schema name, defaults filled in."""
-    call: dict[str, Any] = {}
-    for place, argument in enumerate(func._schema.arguments):
-        if place < len(args):
-            call[argument.name] = args[place]
-        elif argument.name in kwargs:
-            call[argument.name] = kwargs[argument.name]
-        elif argument.has_default_value():
-            call[argument.name] = argument.default_value
-    return call
 
 
 def first_tensor(out: Any) -> Tensor | None:

@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_flatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from seatrial.errors import InfrastructureError
+from seatrial.numerics.schema import bind, name_of
 
 if TYPE_CHECKING:
     from seatrial.model import Value
@@ -416,24 +417,6 @@ _LENGTH: dict[str, Callable[[Mapping[str, Any], Tensor], int]] = {
 }
 
 
-def _base_name(func: Any) -> str:
-    name: str = func._schema.name.split("::")[1]
-    return name.rstrip("_") if not name.endswith("__") else name
-
-
-def _bind(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments by schema name, defaults filled in."""
-    call: dict[str, Any] = {}
-    for place, argument in enumerate(func._schema.arguments):
-        if place < len(args):
-            call[argument.name] = args[place]
-        elif argument.name in kwargs:
-            call[argument.name] = kwargs[argument.name]
-        elif argument.has_default_value():
-            call[argument.name] = argument.default_value
-    return call
-
-
 def _written(func: Any, call: Mapping[str, Any]) -> list[Tensor]:
     """Tensors that the operation writes to."""
     written = []
@@ -534,7 +517,7 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        op, call = _base_name(func), _bind(func, args, kwargs)
+        op, call = name_of(func), bind(func, args, kwargs)
         if op == "_local_scalar_dense":
             self.read_as_number(args[0])
         else:
