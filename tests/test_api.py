@@ -263,3 +263,44 @@ def test_a_function_made_of_tanh_is_honest_and_one_that_is_cut_off_is_not() -> N
     run = {"reference": silu, "inputs": bf16_rows, "policy": "quick", "device": "cpu", "only": ["fitted-inputs"]}
     assert seatrial.check(silu_by_tanh, **run).verdict is Verdict.ACCEPTED
     assert seatrial.check(silu_cut, **run).verdict is Verdict.REJECTED
+
+
+def first_of_the_largest(x: torch.Tensor) -> torch.Tensor:
+    return x.argmax(-1)
+
+
+def last_of_the_largest(x: torch.Tensor) -> torch.Tensor:
+    return x.shape[-1] - 1 - x.flip(-1).argmax(-1)
+
+
+def before_the_last_of_the_largest(x: torch.Tensor) -> torch.Tensor:
+    return (x.shape[-1] - 2 - x.flip(-1).argmax(-1)).clamp(min=0)
+
+
+def rows_with_equals(seed: int) -> dict[str, Any]:
+    return {"x": torch.randint(0, 3, (64, 16), generator=torch.Generator().manual_seed(seed)).float()}
+
+
+def test_any_of_several_equals_may_be_named_and_nothing_else() -> None:
+    run = {"reference": first_of_the_largest, "inputs": rows_with_equals, "policy": "quick", "device": "cpu"}
+    fair = seatrial.check(last_of_the_largest, only=["wrong-values"], **run)
+    wrong = seatrial.check(before_the_last_of_the_largest, only=["wrong-values"], **run)
+    assert (fair.verdict, wrong.verdict) == (Verdict.ACCEPTED, Verdict.REJECTED)
+
+
+def add_in_place(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    return x.add_(residual)
+
+
+def add_elsewhere(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    return x + residual
+
+
+def test_a_kernel_may_work_in_an_input_only_where_the_reference_does() -> None:
+    def ones(seed: int) -> dict[str, Any]:
+        drawn = make_with_zeros(seed)
+        return {**drawn, "residual": torch.ones_like(drawn["residual"])}
+
+    run = {"inputs": ones, "policy": "quick", "device": "cpu", "only": ["mutated-input"]}
+    assert seatrial.check(add_in_place, reference=add_in_place, **run).verdict is Verdict.ACCEPTED
+    assert seatrial.check(add_in_place, reference=add_elsewhere, **run).verdict is Verdict.REJECTED
