@@ -790,6 +790,32 @@ def test_changed_flags_and_generators_are_told(server: ForkServer) -> None:
         assert record.usable and told in record.facts["flags_changed"], (act, record)
     assert once(server, source.replace("ACT", "pass")).facts["flags_changed"] == []
     assert once(server, source.replace("ACT", "torch.rand(1)")).facts["rng_changed"] is True
+    del acts["torch.set_default_device('meta')"]  # the call itself fails then
+    for act, told in acts.items():  # what the import left behind is told of every call
+        assert (
+            told in once(server, source.replace("import os, torch", f"import os, torch; {act}")).facts["flags_changed"]
+        )
+
+
+LOWERED = (
+    "torch.set_float32_matmul_precision(W)|'high'|'highest'",
+    "torch.backends.cuda.matmul.allow_tf32 = W|True|False",
+    "torch.backends.cuda.matmul.fp32_precision = W|'tf32'|'ieee'",
+    "torch.backends.mkldnn.matmul.fp32_precision = W|'bf16'|'ieee'",
+    "torch.backends.fp32_precision = W|'tf32'|'ieee'",
+    "torch.backends.cuda.matmul.allow_fp16_accumulation = W|True|False",
+)
+
+
+@pytest.mark.parametrize("write", LOWERED)
+def test_a_precision_that_is_lowered_and_put_back_is_told(server: ForkServer, write: str) -> None:
+    act, coarse, exact = write.split("|")
+    source = "import torch\ndef run():\n    A\n    B\n    return torch.ones(2)\n"
+    own, back = act.replace("W", coarse), act.replace("W", exact)
+    lowered = once(server, source.replace("A", own, 1).replace("    B", f"    {back}", 1)).facts
+    assert lowered["precision_lowered"] and not lowered["flags_changed"], lowered
+    raised = once(server, source.replace("A", back, 1).replace("    B", f"    {back}", 1)).facts
+    assert not raised["precision_lowered"] and not raised["flags_changed"], raised
 
 
 # --- the server ------------------------------------------------------------------------------------

@@ -341,6 +341,5 @@ PAIRS = (
         flag_kernel("high"),
         ("tampered-process", *SUMS),
         "on a CPU the flag changes no value: only the write shows",
-        known_miss="the write to a precision flag that is restored before the call ends is not recorded, and on a CPU no value changes",
     ),
 )

@@ -517,7 +517,6 @@ PAIRS = (
         planned_kernel,
         lowering_kernel,
         ("tampered-process", *SUMS),
-        known_miss="lowered precision flags that stay behind in the process are not reported",
     ),
     Pair(
         "T14",

@@ -1,11 +1,13 @@
 """A kernel that changes the process it runs in: patched functions, stray threads, work left on other streams.
 
 What it shows      after each call the process is as it was: timing and comparison functions are the originals, no new
-                   thread lives on, global numeric flags are as before, nothing runs on a stream nobody waits for
+                   thread lives on, global numeric flags are as before, nothing runs on a stream nobody waits for; nor
+                   was the precision of matrix products lowered in between (setting it to the exact side is no fault)
 Why it matters     these are the published ways to a false time or a false pass, and side effects on the caller
-How                the child notes identities, threads and flags before the candidate is imported and around each call;
+How                the child notes identities, threads and flags before the candidate is imported and around each call,
+                   and every write through torch to a precision setting;
                    on a GPU outputs are copied on the judged stream and the rest of the device is then waited for
-What it misses     changes that are undone before the call returns, and native code that hides its threads
+What it misses     other changes that are undone before the call returns, and native code that hides its threads
 Cost               three calls
 """
 
@@ -28,6 +30,8 @@ from seatrial.checks.base import (
 )
 from seatrial.model import CallRecord, Finding, Ran
 from seatrial.study import Case, Study
+
+FLOAT32 = ("float32", "TF32")  # in the name of a setting that narrows float32 alone
 
 NAME = "tampered-process"
 TITLE = "leaves its process as it was"
@@ -52,7 +56,8 @@ def judge(study: Study, evidence: Sequence[Evidence]) -> Conclusion:
     seen = [(c, r) for c, r in calls if r.ran is Ran.RETURNED]
     if not seen:
         return Conclusion([not_verified(NAME, unusable(calls[0][1]), where=where(calls[0][0]))])
-    findings = [f for f in (_patched(seen), _threads(seen), _flags(seen), _stream(seen)) if f is not None]
+    own = (_patched(seen), _threads(seen), _flags(seen), _lowered(study, seen), _stream(seen))
+    findings = [f for f in own if f is not None]
     return Conclusion(findings or [held(NAME, f"no trace in {len(seen)} calls")])
 
 
@@ -84,6 +89,17 @@ def _flags(seen: Seen) -> Finding | None:
     reason = f"changes global settings of the process: {', '.join(flags[:4])}"
     advice = "Ask for the precision in the operation itself, and leave the caller's settings alone."
     return _counted(seen, len(flags), "settings", "flags", reason, advice)
+
+
+def _lowered(study: Study, seen: Seen) -> Finding | None:
+    """Written and put back. Values show it on a GPU at the sizes tried; elsewhere nothing but the write does."""
+    left = {str(n) for _, r in seen for n in r.facts.get("flags_changed", ())}
+    writes = sorted({str(n) for _, r in seen for n in r.facts.get("precision_lowered", ())} - left)
+    if "float32" not in {s.dtype for s in study.problem.inputs}:
+        writes = [w for w in writes if not any(word in w for word in FLOAT32)]
+    reason = f"lowers the precision of the process during the call and puts it back: {', '.join(writes[:4])}"
+    advice = "Ask for the precision in the operation itself; where the problem is float32, compute in float32."
+    return _counted(seen, len(writes), "settings", "precision", reason, advice)
 
 
 def _counted(seen: Seen, count: int, unit: str, cause: str, reason: str, advice: str) -> Finding | None:

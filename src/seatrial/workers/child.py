@@ -10,7 +10,8 @@ Facts of a call (all optional, all seen from inside and so no proof of innocence
     reuses_output     whether a result lies in the memory of the last call's result, which is still alive
     processes_left    processes of the candidate's own that still run (counted by the keeper)
     patched           watched functions (observed.WATCHED) that are not what they were before the import
-    flags_changed     process-wide settings that differ after the call, one sentence each
+    flags_changed     process-wide settings that are not what they were before the import, one sentence each
+    precision_lowered precision settings that were written to a coarser side since the last call, put back or not
     rng_changed       whether torch's random generators moved
     guards_broken     names of output buffers written beyond their ends (destination passing)
     stream_lag_s      seconds that other streams still worked after the judged stream had finished
@@ -37,7 +38,7 @@ from torch import Tensor
 from seatrial.builders.python import BuildFailed, build, in_own_words
 from seatrial.devices import Device, pick
 from seatrial.poison import perturb_byte
-from seatrial.workers import observed, sandbox
+from seatrial.workers import observed, precision, sandbox
 from seatrial.workers.sandbox import Layers, Place
 from seatrial.workers.tensors import (
     Layout,
@@ -129,6 +130,8 @@ class _Host:
     destination_passing: bool
     device: Device
     originals: observed.Originals
+    watch: precision.Watch
+    flags: dict[str, str]  # before the import
     source: Path
     previous: Sequence[Tensor] = ()  # what the last call returned, kept alive
 
@@ -156,13 +159,13 @@ def _load(request: dict[str, Any], pickled: bytes, place: Place) -> tuple[_Host 
         device.prepare()
     except Exception as error:  # noqa: BLE001  (no driver error may look like the candidate's)
         return None, {"ran": "lost", "error": _clip(f"the device {request['device']} is not usable: {error}")}
-    originals = observed.Originals()
+    originals, watch = observed.Originals(), precision.Watch()
     flags, generators, threads = observed.flags(device), observed.generators(device), observed.live_threads()
     answer: dict[str, Any]
     host = None
     try:
         function = _function(request, pickled, source)
-        host = _Host(function, bool(request["destination_passing"]), device, originals, source)
+        host = _Host(function, bool(request["destination_passing"]), device, originals, watch, flags, source)
         answer = {"ran": "returned"}
     except BaseException as error:  # noqa: BLE001  (the child boundary: whatever a candidate raises is data)
         answer = _what_was_raised(error, source)
@@ -275,7 +278,7 @@ def _call(host: _Host, request: dict[str, Any], inputs: Sequence[_Input]) -> tup
         return {"ran": "out-of-memory" if _is_out_of_memory(error) else "lost", "error": _clip(str(error))}, []
     arguments = [i.value for i in inputs] + [d.given for d in destinations]
     given = [(d.given.shape, d.given.data_ptr()) for d in destinations]
-    flags, generators, threads = observed.flags(device), observed.generators(device), observed.live_threads()
+    generators, threads = observed.generators(device), observed.live_threads()
     native = observed.native_threads()
     device.synchronise()
     _perturb_allocations(poison if device.name == "cpu" else None)
@@ -304,7 +307,8 @@ def _call(host: _Host, request: dict[str, Any], inputs: Sequence[_Input]) -> tup
         "threads_started": _started_since(threads),
         "native_threads": [native, observed.native_threads()],
         "patched": host.originals.patched(),
-        "flags_changed": _clip_all(observed.changes(flags, observed.flags(device))),
+        "flags_changed": _clip_all(observed.changes(host.flags, observed.flags(device))),
+        "precision_lowered": _clip_all(host.watch.lowered()),
         "rng_changed": generators != observed.generators(device),
         "guards_broken": [d.name for d in destinations if not d.guards_hold()],
         "stream_lag_s": lag,

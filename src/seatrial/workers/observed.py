@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from seatrial.devices import Device
+from seatrial.workers import precision
 
 # Functions that measure, compare, draw or look: what a candidate would replace to look better than it is.
 WATCHED = (
@@ -134,15 +135,9 @@ _SETTINGS: dict[str, Callable[[], object]] = {
     "number of threads": torch.get_num_threads,
     "deterministic algorithms": torch.are_deterministic_algorithms_enabled,
     "deterministic algorithms only warn": torch.is_deterministic_algorithms_warn_only_enabled,
-    "float32 matmul precision": torch.get_float32_matmul_precision,
-    "float32 matmul precision of CUDA": lambda: torch.backends.cuda.matmul.fp32_precision,
-    "bf16 reduced precision reduction": lambda: torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
-    "fp16 reduced precision reduction": lambda: torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
-    "fp16 accumulation": lambda: torch.backends.cuda.matmul.allow_fp16_accumulation,
     "cudnn enabled": lambda: torch.backends.cudnn.enabled,
     "cudnn benchmark": lambda: torch.backends.cudnn.benchmark,
     "cudnn deterministic": lambda: torch.backends.cudnn.deterministic,
-    "cudnn TF32": torch._C._get_cudnn_allow_tf32,
     "flash attention": torch.backends.cuda.flash_sdp_enabled,
     "memory-efficient attention": torch.backends.cuda.mem_efficient_sdp_enabled,
     "math attention": torch.backends.cuda.math_sdp_enabled,
@@ -158,23 +153,22 @@ _SETTINGS: dict[str, Callable[[], object]] = {
 def flags(device: Device) -> dict[str, str]:
     """Settings of the process and of torch that outlive a call, in words."""
     ours = {name: _read(setting) for name, setting in _SETTINGS.items()}
-    return ours | {k: v for k, v in device.settings().items() if "generator" not in k}
+    return ours | precision.read() | {k: v for k, v in device.settings().items() if "generator" not in k}
 
 
 def _read(setting: Callable[[], object]) -> str:
     try:
         return str(setting())
     except (RuntimeError, AttributeError, OSError) as error:
-        # torch refuses to read a setting that was written through two of its interfaces: a change as well
         return f"unreadable ({str(error)[:80]})"
 
 
 def changes(before: dict[str, str], after: dict[str, str]) -> list[str]:
-    """What differs, one sentence each."""
+    """What differs, one sentence each; a precision that is at least what it was is no change worth telling."""
     told = []
     for name, was in before.items():
         now = after.get(name, "gone")
-        if now != was:
+        if now != was and (name not in precision.SETTINGS or precision.is_lowered(was, now)):
             told.append(_environment_change(was, now) if name == "environment" else f"{name}: {was} -> {now}")
     return told
 

@@ -523,7 +523,7 @@ def _facts(raw: object) -> dict[str, Any]:
     """Only the facts that child.py names, in their own types."""
     said = raw if isinstance(raw, dict) else {}
     facts: dict[str, Any] = {}
-    for name in ("threads_started", "patched", "flags_changed", "guards_broken"):
+    for name in ("threads_started", "patched", "flags_changed", "precision_lowered", "guards_broken"):
         if name in said:
             facts[name] = list(_texts(said[name]))
     if "rng_changed" in said:
