@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from seatrial.checks import CHECKS
 from seatrial.devices import pick
 from seatrial.formats import load_candidates, load_problem
 from seatrial.model import Finding, Outcome, Report
@@ -41,9 +42,9 @@ def test_check_writes_every_kind_of_report_and_exits_1(tmp_path: Path) -> None:
     lines = done.stderr.splitlines()
     assert "seatrial: rmsnorm-faulty: wrong-values" in lines, "plain progress when not on a terminal"
     starts = [line for line in lines if line.startswith("seatrial: rmsnorm-faulty: ") and "," not in line]
-    assert len(starts) == len(set(starts)) == 12, "one line a check"
+    assert len(starts) == len(set(starts)) == len(CHECKS), "one line a check"
     assert lines[-1] == "Wrote " + ", ".join(map(str, kinds.values()))
-    assert ElementTree.parse(kinds["junit"]).getroot().get("tests") == "12"
+    assert ElementTree.parse(kinds["junit"]).getroot().get("tests") == str(len(CHECKS))
     assert [k for k, p in kinds.items() if p.stat().st_size == 0] == []
     report = json.loads(kinds["json"].read_text())
     assert {"verdict", "findings", "benchmark_rule", "limits", "environment", "seeds"} <= report.keys()
@@ -103,7 +104,7 @@ def test_fail_fast_stops_early_and_says_so() -> None:
     assert done.returncode == 1
     assert done.stderr == ""
     assert "tampered-process" not in done.stdout
-    assert re.search(r"; \d of 12 checks were run\.$", done.stdout.splitlines()[2])
+    assert re.search(rf"; \d of {len(CHECKS)} checks were run\.$", done.stdout.splitlines()[2])
     assert re.search(r" --fail-fast --seed \d+ ", done.stdout.splitlines()[-1])
 
 
@@ -114,7 +115,7 @@ def test_run_it_again_says_what_was_run() -> None:
         "--seed", "5",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "1 of 12 checks was run; it held." in done.stdout
+    assert f"1 of {len(CHECKS)} checks was run; it held." in done.stdout
     again = done.stdout.splitlines()[-1].split()
     assert again[2:] == [
         str(RMSNORM), str(RMSNORM / "candidates" / "honest.json"), "--only", "does-not-load", "--only",

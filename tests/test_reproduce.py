@@ -259,9 +259,18 @@ def handing_out_copies(x: torch.Tensor) -> torch.Tensor:
     return KEPT[0].copy_(x * 2).clone()
 
 
+def taking_rows_for_dense(x: torch.Tensor) -> torch.Tensor:
+    return torch.as_strided(x, x.shape, (x.shape[1], 1)) * 2
+
+
+def taking_rows_as_they_lie(x: torch.Tensor) -> torch.Tensor:
+    return torch.as_strided(x, x.shape, x.stride()) * 2
+
+
 @pytest.mark.parametrize(
     ("check", "faulty", "honest"),
     [
+        ("assumed-layout", taking_rows_for_dense, taking_rows_as_they_lie),
         ("mutated-input", clobbering, copying),
         ("stale-output", leaving_the_tail, writing_the_tail),
         ("broken-contract", in_half, in_full),
@@ -279,6 +288,7 @@ def test_faults_beyond_values_have_a_file_that_passes_their_twins(
         policy="quick",
         device="cpu",
         only=[check],
+        any_layout=True,
         reproducers=tmp_path / "files",
     )
     assert report.verdict is Verdict.REJECTED
@@ -341,6 +351,24 @@ def test_a_tensor_survives_its_literal_bit_for_bit(value: torch.Tensor) -> None:
     back = tensor_of(ast.literal_eval(repr(literal_of(value, blobs, "key"))), blobs)
     assert (back.dtype, back.shape) == (value.dtype, value.shape)
     assert back.reshape(-1).view(torch.uint8).tolist() == value.reshape(-1).view(torch.uint8).tolist()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.arange(24.0).reshape(4, 6).T,
+        torch.arange(24.0).reshape(4, 6)[1:, :5],
+        torch.randn(3, 1000)[:, 1:],
+        torch.tensor([3.0]).expand(4, 5),
+        torch.arange(9, dtype=torch.bfloat16)[1:],
+    ],
+    ids=lambda value: f"{tuple(value.shape)} by {value.stride()} from {value.storage_offset()}",
+)
+def test_so_do_its_strides_and_offset(value: torch.Tensor) -> None:
+    blobs: dict[str, torch.Tensor] = {}
+    back = tensor_of(ast.literal_eval(repr(literal_of(value, blobs, "key"))), blobs)
+    assert torch.equal(back, value)
+    assert (back.stride(), back.storage_offset()) == (value.stride(), value.storage_offset())
 
 
 @pytest.mark.parametrize("text", ["", "a = '''x'''\n", 'b = r"""\'\'\'"""\\', "line\r\nend\\", "'"])

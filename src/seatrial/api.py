@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ def check(
     only: Sequence[str] = (),
     skip: Sequence[str] = (),
     fail_fast: bool = False,
+    any_layout: bool = False,
     reproducers: Place | None = None,
 ) -> Report:
     """Judge one candidate; the same as `seatrial check`.
@@ -35,16 +37,18 @@ def check(
     inputs=make), where make(seed) returns the inputs as a dict, a tuple or one tensor, and kernel and reference
     take them positionally: a dict is put into the order of the reference's parameters when its keys are their names,
     and a kernel that names the inputs in another order is refused. `device` is "auto", "cpu", "cuda" or "cuda:N"; `seed` is fresh when None and stands in
-    the report. With `reproducers`, a folder, every objection that a call or two can show is written there as a
+    the report. `any_layout` demands right values for inputs of any layout, where else a kernel for dense inputs passes with
+    a limit. With `reproducers`, a folder, every objection that a call or two can show is written there as a
     standalone Python file of its smallest case, named in the finding. Raises UsageError when the problem, the
     candidate or an option cannot be understood.
     """
     from seatrial.devices import pick
     from seatrial.verify import Options, fresh_seed, verify
 
+    chosen = policy_named(policy)
     loaded, kernel = _load(problem, candidate, reference, inputs, entry_point)
     options = Options(
-        policy=policy_named(policy),
+        policy=replace(chosen, any_layout=any_layout or chosen.any_layout),
         device=pick(device),
         seed=fresh_seed() if seed is None else seed,
         only=tuple(only),

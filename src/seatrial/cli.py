@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -119,6 +120,9 @@ def check(
     skip: Skip = None,
     fail_fast: Annotated[bool, typer.Option("--fail-fast", help="Stop at the first proven fault.")] = False,  # noqa: FBT002 - a flag
     strict: Annotated[bool, typer.Option("--strict", help="Accepted with limits exits 1.")] = False,  # noqa: FBT002 - a flag
+    any_layout: Annotated[  # noqa: FBT002 - a flag
+        bool, typer.Option("--any-layout", help="Demand right values for inputs of any layout, not only dense ones.")
+    ] = False,
     json: JsonPath = None,
     html: HtmlPath = None,
     markdown: MarkdownPath = None,
@@ -142,6 +146,7 @@ def check(
         tuple(skip or ()),
         fail_fast=fail_fast,
         strict=strict,
+        any_layout=any_layout,
         quiet=quiet,
         reproducers=reproducers,
     )
@@ -180,7 +185,6 @@ def train(
     quiet: Quiet = False,  # noqa: FBT002 - a flag
 ) -> int:
     """Run the training matrix alone: data × optimizer, against honest controls."""
-    from dataclasses import replace
 
     from seatrial.api import policy_named
 
@@ -323,6 +327,7 @@ def _verify(
     *,
     fail_fast: bool = False,
     strict: bool = False,
+    any_layout: bool = False,
     command: str = "check",
     quiet: bool = False,
     reproducers: Path | None = None,
@@ -334,7 +339,8 @@ def _verify(
     from seatrial.verify import Options, fresh_seed, selected, verify
 
     selected(only, skip)  # a misspelt name is said before anything slow begins
-    chosen = policy_named(policy)
+    named = policy_named(policy)
+    chosen = replace(named, any_layout=any_layout or named.any_layout)
     place = pick(device)
     loaded = load_problem(problem)
     kernels = load_candidates(candidates, entry_point=entry_point, problem=loaded)

@@ -19,6 +19,7 @@ PRIORITY = (
     "wrong-values",
     "fitted-sizes",
     "fitted-inputs",
+    "assumed-layout",
     "training-divergence",
 )
 URGENCY = {

@@ -33,11 +33,13 @@ class Policy:
     shrink_s: float = 6.0  # search for the smallest case of one finding, when reproducers are written
     shrink_calls: int = 400  # calls of that search
     grades: tuple[str, ...] = ("F32", "TC")  # grades that pass
+    layouts: int = 4  # layouts of the inputs tried beyond the declared one
+    any_layout: bool = False  # a wrong value on inputs of another layout rejects (else it is a limit of the verdict)
 
 
 QUICK = Policy(
     name="quick", workloads=2, seeds=1, recipes=4, sizes=3, probes=2, growth=4, trial=False,
-    mutants=12, adequacy_s=4.0,
+    mutants=12, adequacy_s=4.0, layouts=2,
     load_timeout_s=60.0, call_timeout_s=30.0, budget_s=120.0, shrink_s=1.5, shrink_calls=150,
 )  # fmt: skip
 STANDARD = Policy()

@@ -393,6 +393,7 @@ def _command(study: Study, candidate: Candidate, options: Options, device: str =
         words += ["--entry-point", candidate.entry_point]
     if options.command == "check":
         words += _chosen_part(options)
+        words += ["--any-layout"] if study.policy.any_layout else []
     words += ["--seed", str(study.seed), "--policy", study.policy.name, "--device", place]
     return shlex.join(words)
 
@@ -408,6 +409,7 @@ def _python_line(study: Study, candidate: Candidate, options: Options, device: s
     chosen = f", only={list(options.only)!r}" if options.only else ""
     chosen += f", skip={list(options.skip)!r}" if options.skip else ""
     chosen += ", fail_fast=True" if options.fail_fast else ""
+    chosen += ", any_layout=True" if study.policy.any_layout else ""
     return (
         f"seatrial.check({candidate.name}, reference=…, inputs=…, seed={study.seed}, "
         f"policy={study.policy.name!r}, device={device!r}{chosen})"

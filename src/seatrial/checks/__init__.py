@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from seatrial.checks import (
+    assumed_layout,
     broken_contract,
     crashing_call,
     does_not_load,
@@ -28,6 +29,7 @@ _fitted_sizes: Check = fitted_sizes
 _replayed_result: Check = replayed_result
 _stale_output: Check = stale_output
 _mutated_input: Check = mutated_input
+_assumed_layout: Check = assumed_layout
 _tampered_process: Check = tampered_process
 _training_divergence: Check = training_divergence
 
@@ -44,6 +46,7 @@ CHECKS: dict[str, Check] = {
         _replayed_result,
         _stale_output,
         _mutated_input,
+        _assumed_layout,
         _tampered_process,
         _training_divergence,
     )

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 MOST_EXCEPTIONS = 96
 MOST_VALUES = 256
+MOST_OFFSET = 4096  # elements; an offset keeps its alignment when it is cut by a multiple of this
+BEHIND = 64  # elements after the last one of a strided tensor
 
 
 def literal_of(value: Value, blobs: dict[str, Tensor], key: str) -> Any:
@@ -26,7 +28,7 @@ def literal_of(value: Value, blobs: dict[str, Tensor], key: str) -> Any:
 
     if not isinstance(value, torch.Tensor):
         return _number(value)
-    about = {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
+    about = {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape), **_layout(value)}
     raw = value.detach().contiguous().reshape(-1).view(torch.uint8)
     if value.dtype == getattr(torch, "float4_e2m1fn_x2", None) or value.is_complex():
         blobs[key] = raw.clone()
@@ -44,6 +46,10 @@ def tensor_of(literal: Any, blobs: Mapping[str, Tensor]) -> Any:
 
     if not isinstance(literal, dict):
         return float(literal) if isinstance(literal, str) else literal
+    if "strides" in literal:
+        return _in_place(
+            tensor_of({k: v for k, v in literal.items() if k not in ("strides", "offset")}, blobs), literal
+        )
     try:
         dtype, shape = getattr(torch, literal["dtype"]), tuple(literal["shape"])
         if "bytes" in literal:
@@ -57,6 +63,28 @@ def tensor_of(literal: Any, blobs: Mapping[str, Tensor]) -> Any:
         return made.to(dtype).reshape(shape)
     except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as fault:
         raise UsageError(f"a tensor of this file cannot be read ({type(fault).__name__}: {fault})") from fault
+
+
+def _layout(value: Tensor) -> dict[str, Any]:
+    """Strides and offset where they are not those of a dense tensor, in elements."""
+    if value.is_contiguous() and value.storage_offset() == 0:
+        return {}
+    return {"strides": list(value.stride()), "offset": int(value.storage_offset()) % MOST_OFFSET}
+
+
+def _in_place(dense: Tensor, literal: dict[str, Any]) -> Tensor:
+    """The values where strides and offset put them, in memory that is NaN in every float format."""
+    import torch
+
+    from seatrial.workers.tensors import same_bits
+
+    strides, offset = literal["strides"], literal["offset"]
+    reach = 1 + sum((n - 1) * s for n, s in zip(dense.shape, strides, strict=True)) if dense.numel() else 0
+    base = torch.full(((offset + reach + BEHIND) * dense.element_size(),), 255, dtype=torch.uint8).view(dense.dtype)
+    view = base.as_strided(dense.shape, strides, offset)
+    single = tuple(slice(0, 1) if s == 0 else slice(None) for s in strides)
+    same_bits(view[single]).copy_(same_bits(dense[single]))
+    return view
 
 
 def _tensor(values: list[Any], dtype: dtype) -> Tensor:

@@ -56,13 +56,19 @@ def _candidates(study: Study, bench: Bench, finding: Finding) -> Iterator[Situat
     if kind is None or case is None or (kind in ("values", "replayed", "unwritten") and output is None):
         return
     calls = [tuple(study.inputs(c)) for c in (*_earlier(study, finding, case), case)]
-    yield Situation(kind, dict(case.workload.axes), tuple(calls), output, _family(finding))
+    situation = Situation(kind, dict(case.workload.axes), tuple(calls), output, _family(finding))
+    if finding.check == "assumed-layout":
+        told = finding.details
+        situation = replace(situation, layout=str(told["layout"]), relaid=tuple(told["inputs"]))
+    yield situation
 
 
 def _kind(finding: Finding) -> str | None:
     if finding.check in VALUE_CHECKS and finding.cause.startswith("values:"):
         return "values"
-    if finding.check == "crashing-call" or finding.cause.startswith("size:"):
+    if finding.cause == "layout:wrong":
+        return "values"
+    if finding.check == "crashing-call" or finding.cause.startswith(("size:", "layout:")):
         return "dies"
     known = {
         ("replayed-result", "replayed"): "replayed",
@@ -76,7 +82,9 @@ def _kind(finding: Finding) -> str | None:
 
 
 def _family(finding: Finding) -> str:
-    return finding.cause.partition(":")[2] if finding.cause.startswith(("call:", "size:")) else ""
+    if finding.cause == "layout:wrong":
+        return ""
+    return finding.cause.partition(":")[2] if finding.cause.startswith(("call:", "size:", "layout:")) else ""
 
 
 def _position(study: Study, finding: Finding) -> int | None:

@@ -19,7 +19,7 @@ from pprint import pformat
 from typing import TYPE_CHECKING, Any
 
 from seatrial.errors import InfrastructureError, UsageError
-from seatrial.model import Candidate, Finding, OutputSlot, Problem
+from seatrial.model import Candidate, Finding, OutputSlot, Problem, Value
 from seatrial.reproduce.literals import literal_of
 from seatrial.reproduce.shrink import numel, weight
 from seatrial.reproduce.symptoms import Situation, Symptom
@@ -54,6 +54,12 @@ class Reproducer:
     timeout_s: float
     original_elements: int
     original_weight: int
+
+    @property
+    def inputs(self) -> tuple[tuple[Value, ...], ...]:
+        """Of every call, in the layout that it is made with."""
+        names = [s.name for s in self.problem.inputs]
+        return tuple(self.situation.inputs_of(names, call) for call in range(len(self.situation.calls)))
 
 
 def write(reproducer: Reproducer, path: Path) -> None:
@@ -137,7 +143,7 @@ def _case(reproducer: Reproducer, blobs: dict[str, Tensor]) -> dict[str, Any]:
         "output": situation.output,
         "calls": [
             [literal_of(v, blobs, f"call {c} input {p}") for p, v in enumerate(inputs)]
-            for c, inputs in enumerate(situation.calls)
+            for c, inputs in enumerate(reproducer.inputs)
         ],
         "points": [
             {
@@ -252,6 +258,7 @@ def _rendered(reproducer: Reproducer, case: dict[str, Any], data: str) -> str:
     return environment.get_template("standalone.py.j2").render(
         docstring=_docstring(reproducer),
         kind=case["kind"],
+        layouts=any(isinstance(v, dict) and "strides" in v for inputs in case["calls"] for v in inputs),
         points=bool(case["points"]),
         statistic=bool(case.get("statistic")),
         case=pformat(case, width=WIDTH, sort_dicts=False, compact=True),

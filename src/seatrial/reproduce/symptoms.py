@@ -15,6 +15,7 @@ from seatrial.checks.base import unusable
 from seatrial.checks.mutated_input import changed_elements
 from seatrial.checks.stale_output import unwritten
 from seatrial.errors import InfrastructureError
+from seatrial.inputs.layouts import LAYOUTS, laid_out
 from seatrial.model import CallRecord, OutputSlot, Ran, Value, Workload
 from seatrial.poison import FINITE, NAN
 from seatrial.study import Case
@@ -43,6 +44,7 @@ class Situation:
     calls   the inputs of each call, in declared order, tensors on the CPU; two calls for replayed and overwritten
     output  position of the output at fault; None where the fault is not one output's
     family  for values: "finite", "nonfinite", "exact" or "shape"; for dies and load: what became of the process
+    layout  name of the layout (inputs/layouts.py) that the inputs `relaid` are put into for the call; empty for none
     least   the worst element must be this many times as far off as it may be: a carry that loses its terms leaves
             many roundings, where operands rounded once, which is another fault, leave about one
     """
@@ -53,6 +55,15 @@ class Situation:
     output: int | None = None
     family: str = ""
     least: float = 1.0
+    layout: str = ""
+    relaid: tuple[str, ...] = ()
+
+    def inputs_of(self, names: Sequence[str], call: int) -> tuple[Value, ...]:
+        """What the candidate is called with: the inputs (of these names) of this call in the situation's layout."""
+        if not self.layout:
+            return self.calls[call]
+        named = dict(zip(names, self.calls[call], strict=True))
+        return tuple(laid_out(LAYOUTS[self.layout], named, self.relaid).values())
 
     @property
     def workload(self) -> Workload:
@@ -138,7 +149,7 @@ def examine(study: Study, bench: Bench, situation: Situation) -> Answer:
 
 
 def _values(study: Study, bench: Bench, case: Case, situation: Situation) -> Answer:
-    record = bench.call(case, inputs=situation.calls[0])
+    record = bench.call(case, inputs=situation.inputs_of(_names(study), 0))
     if not record.usable:
         return Answer(unable=unusable(record))
     return judge_values(study, situation, record.outputs)
@@ -148,7 +159,7 @@ def judge_values(study: Study, situation: Situation, outputs: Sequence[Tensor]) 
     """The output at fault against the honest floor of these inputs."""
     assert situation.output is not None
     i = situation.output
-    placed = study.placed(situation.calls[0])
+    placed = study.placed(situation.inputs_of(_names(study), 0))
     native = study.oracle.native(placed)
     if _same_bits(outputs[i], native[i].cpu()):
         return Answer()  # what the native reference gives is no fault of the candidate, and no envelope is needed
@@ -167,6 +178,10 @@ def judge_values(study: Study, situation: Situation, outputs: Sequence[Tensor]) 
     statistic = _statistic(envelope, i, outputs[i]) if family == "finite" and not points else None
     failed = max((t for t in report.tests if t.failed), key=lambda t: t.name == "tail")
     return Answer(Symptom(failed.words, family, points, statistic))
+
+
+def _names(study: Study) -> list[str]:
+    return [s.name for s in study.problem.inputs]
 
 
 def family_of(report: OutputReport) -> str:
@@ -337,7 +352,7 @@ def _unwritten(study: Study, bench: Bench, case: Case, situation: Situation) -> 
 
 def _record(study: Study, bench: Bench, case: Case, situation: Situation) -> Answer:
     bench.fresh()
-    record = bench.call(case, inputs=situation.calls[0])
+    record = bench.call(case, inputs=situation.inputs_of(_names(study), 0))
     if record.ran is Ran.LOST:
         return Answer(unable=unusable(record))
     if situation.kind == "dies":

@@ -20,9 +20,10 @@ from seatrial.workers.wire import Buffer
 # first element survives but a small slice of a huge tensor stays small.
 _KEPT_OFFSET = 4096
 
-# What lies in front of a view in its storage is not part of the input: all bits set is NaN in every
+# What lies before and behind a view in its storage is not part of the input: all bits set is NaN in every
 # float format that has one, and -1 as an integer.
 _NOT_YOURS = 0xFF
+_BEHIND = 64  # elements
 
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
@@ -79,8 +80,8 @@ class Layout:
         dtype = dtype_named(self.dtype)
         if self.offset == 0:
             return torch.empty_strided(self.shape, self.strides, dtype=dtype, device=device)
-        base = torch.empty(self.offset + self.span, dtype=dtype, device=device)
-        all_bytes(base)[: self.offset * dtype.itemsize].fill_(_NOT_YOURS)
+        base = torch.empty(self.offset + self.span + _BEHIND, dtype=dtype, device=device)
+        all_bytes(base).fill_(_NOT_YOURS)
         return base.as_strided(self.shape, self.strides, self.offset)
 
 
@@ -113,6 +114,14 @@ def plain_cpu(tensor: Tensor) -> Tensor:
     here = Layout.of(tensor).empty()
     window(here).copy_(window(tensor))
     return here
+
+
+def moved(tensor: Tensor, device: str) -> Tensor:
+    """The tensor on another device, in the layout that it has here (`Tensor.to` would pack an expanded one)."""
+    here = plain_cpu(tensor)
+    there = Layout.of(here).empty(device)
+    window(there).copy_(window(here))
+    return there
 
 
 def same_bits(tensor: Tensor) -> Tensor:
