@@ -340,12 +340,13 @@ class Study:
         return self._cached(("envelope", contract, case.key), lambda: self._build_envelope(case, contract))
 
     def _build_envelope(self, case: Case, contract: str) -> Envelope:
-        from seatrial.numerics.envelope import CONTRACTS, Envelope
+        from seatrial.numerics.envelope import Envelope
+        from seatrial.numerics.noise import contract_on
 
         return Envelope.build(
             self.oracle,
             self.placed(self.inputs(case)),
-            contract=CONTRACTS[contract],
+            contract=contract_on(contract, self.capability, self.inputs(case)),
             samples=self.policy.samples,
             seed=self.seed_for("envelope", *case.key),
             dtypes=self.stored_dtypes,
@@ -376,14 +377,15 @@ class Study:
 
     def judge_inputs(self, inputs: Sequence[Value], outputs: Sequence[Tensor], words: str) -> tuple[OutputReport, ...]:
         """The same for inputs of no case; `words` name them, for the seed of the honest samples."""
-        from seatrial.numerics.envelope import CONTRACTS, Envelope
+        from seatrial.numerics.envelope import Envelope
+        from seatrial.numerics.noise import contract_on
 
         placed = self.placed(inputs)
         native = self.native_kernel(inputs)
         envelope = Envelope.build(
             self.oracle,
             placed,
-            contract=CONTRACTS["TC"],
+            contract=contract_on("TC", self.capability, inputs),
             samples=self.policy.samples,
             seed=self.seed_for("envelope", words),
             dtypes=self.stored_dtypes,
@@ -452,6 +454,7 @@ class Study:
             seed=self.seed_for("envelope", *case.key),
             dtypes=self.stored_dtypes,
             groups=self.contribution_groups(case),
+            capability=self.capability,
         )
 
     def exact(self, case: Case) -> tuple[Tensor, ...]:

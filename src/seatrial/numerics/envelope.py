@@ -18,7 +18,7 @@ from torch import Tensor
 from seatrial.model import Value
 from seatrial.numerics.compare import ENOUGH, TOO_FEW, OutputReport, TestResult, Yardstick, compare_exactly
 from seatrial.numerics.dtypes import coarser, is_float, to_float64
-from seatrial.numerics.noise import CONTRACTS, F32, IO, TC, Contract
+from seatrial.numerics.noise import CONTRACTS, F32, IO, TC, Contract, contract_on
 from seatrial.numerics.oracle import Oracle, OracleResult
 from seatrial.numerics.promote import Tape
 from seatrial.numerics.selections import equally_right
@@ -307,6 +307,7 @@ class Graded:
 def grade_outputs(
     oracle: Oracle, inputs: Sequence[Value], outputs: Sequence[Tensor], *, samples: int, seed: int,
     dtypes: Sequence[torch.dtype] | None = None, native: Sequence[Tensor] | None = None, groups: Groups | None = None,
+    capability: tuple[int, int] | None = None,
 ) -> Graded:  # fmt: skip
     """Grade every output: TC first, then F32 for what passed and IO for what did not.
 
@@ -315,18 +316,19 @@ def grade_outputs(
     """
     base = _base(oracle, inputs)
 
-    def judged(contract: Contract) -> tuple[OutputReport, ...]:
+    def judged(name: str) -> tuple[OutputReport, ...]:
+        contract = contract_on(name, capability, inputs)
         envelope = Envelope._from_base(base, oracle, inputs, contract, max(2, samples), seed, dtypes, native)
         return envelope.judge(outputs, groups=groups)
 
-    reports = list(judged(TC))
+    reports = list(judged("TC"))
     grades = [{True: "TC", False: "IO", None: ""}[r.passed] for r in reports]
     if "TC" in grades:
-        for i, report in enumerate(judged(F32)):
+        for i, report in enumerate(judged("F32")):
             if grades[i] == "TC" and report.passed:
                 grades[i], reports[i] = "F32", report
     if "IO" in grades:
-        for i, report in enumerate(judged(IO)):
+        for i, report in enumerate(judged("IO")):
             if grades[i] == "IO":
                 grades[i] = "IO" if report.passed else "REJECT"
                 reports[i] = report if report.passed else reports[i]

@@ -13,7 +13,7 @@ grows with n u. Everything opaque is run again on inputs moved by one rounding.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -28,6 +28,7 @@ from seatrial.numerics.promote import MATMULS, WIDE, OpCall, Tape, op_names
 _STORE_SPREAD = 0.75  # a uniform error of 0.75 u has the deviation 0.43 u that rounding to nearest has
 _FUNCTION_ULPS = 4.0  # exp, tanh, … of an honest math library, in units of the roundoff
 _POOL = 1 << 20
+_FP8_BITS, _FP8_BLOCK = 13, 128  # of Hopper's units: bits below the largest term; terms until the sum is promoted
 
 
 @dataclass(frozen=True)
@@ -38,18 +39,29 @@ class Contract:
                           float32 input of the problem may not
     round_intermediates   every intermediate may be rounded to the I/O dtype once; sums stay float32
     tf32                  matmul operands of a float32 problem may be rounded to TF32
+    fp8_units             products of float8 operands may be added up in 14 bits, by at most 128 terms at a time
+                          (Hopper's units; DeepSeek-V3 report, arXiv 2412.19437, §3.3.2)
     """
 
     name: str
     round_operands: bool = False
     round_intermediates: bool = False
     tf32: bool = False
+    fp8_units: bool = False
 
 
 F32 = Contract("F32")
 TC = Contract("TC", round_operands=True)
 IO = Contract("IO", round_operands=True, round_intermediates=True, tf32=True)
 CONTRACTS = {c.name: c for c in (F32, TC, IO)}
+
+
+def contract_on(name: str, capability: tuple[int, int] | None, inputs: Sequence[object]) -> Contract:
+    """The contract of this name for a problem with these inputs on a GPU of this compute capability (None: no GPU)."""
+    contract = CONTRACTS[name]
+    float8 = sum(isinstance(value, Tensor) and value.dtype in FP8 for value in inputs)
+    hopper = capability is not None and capability[0] == 9
+    return replace(contract, fp8_units=hopper and float8 >= 2 and contract is not F32)
 
 
 def io_dtype(inputs: tuple[torch.dtype, ...]) -> torch.dtype | None:
@@ -189,7 +201,29 @@ class Noise:
         if call.name in _MATMULS and self._on_tensor_cores(call):
             terms = _matmul_length(call)
             disturbed = disturbed.mul_(1 - self._drift * self._roundoff(call) * terms / 4)
+        if self._contract.fp8_units and call.name in _MATMULS and self._is_fp8(call, self._operands(call)):
+            disturbed = self._through_fp8_units(call, result, disturbed)
         return disturbed
+
+    @staticmethod
+    def _is_fp8(call: OpCall, operands: tuple[Tensor, Tensor]) -> bool:
+        """Both hold float8 values, or these times a scale: no other narrow format, and no input that is wider."""
+        grids = [call.ledger.grid(t) for t in operands]
+        return all(
+            grid in FP8 or (grid not in HALF and not call.ledger.given(t))
+            for grid, t in zip(grids, operands, strict=True)
+        )
+
+    def _through_fp8_units(self, call: OpCall, result: Tensor, disturbed: Tensor) -> Tensor:
+        """Every product is cut to 2^-13 of the running sum of its block: half of that per term, towards zero, at most."""
+        terms, squares = _SCALES[call.name](call, result)
+        assert squares is not None
+        terms = max(1.0, float(terms))  # a matrix product has one length for all
+        block = min(terms, _FP8_BLOCK)
+        running = ((result * (block / 2 / terms)).square() + squares * (block / 2 / terms)).sqrt_()
+        spread = running.mul_(2.0**-_FP8_BITS * math.sqrt(terms / 3)).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        drift = float(torch.rand((), generator=self._random)) * 2.0 ** -(_FP8_BITS + 1) * block / 2
+        return torch.addcmul(disturbed - result * drift, spread, self._normal(result))
 
     def _deviation(self, call: OpCall, result: Tensor) -> Tensor:
         terms, squares = _SCALES[call.name](call, result)

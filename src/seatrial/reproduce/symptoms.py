@@ -199,12 +199,13 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 
 def _envelope(study: Study, placed: Sequence[Value], native: Sequence[Tensor]) -> Envelope:
     from seatrial.formats.dtypes import torch_dtype
-    from seatrial.numerics.envelope import CONTRACTS, Envelope
+    from seatrial.numerics.envelope import Envelope
+    from seatrial.numerics.noise import contract_on
 
     return Envelope.build(
         study.oracle,
         placed,
-        contract=CONTRACTS["TC"],
+        contract=contract_on("TC", study.capability, placed),
         samples=study.policy.samples,
         seed=study.seed_for("reproducer"),
         dtypes=[torch_dtype(s.dtype) for s in study.problem.outputs],
