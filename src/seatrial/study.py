@@ -138,6 +138,17 @@ class Study:
         except InfrastructureError:
             return False
 
+    def told_inputs(self, case: Case) -> str:
+        """ "`x` times 32 (recipe scaled-up-32)": what the case's recipe changed of its declared draw; empty for none."""
+        if case.recipe == "declared":
+            return ""
+        drawn, changed = self.inputs(replace(case, recipe="declared")), self.inputs(case)
+        names = [s.name for s, a, b in zip(self.problem.inputs, drawn, changed, strict=True) if not _same(a, b)]
+        told = self.recipes[case.recipe].told_of(names)
+        if case.recipe.startswith(AIMED):
+            return told
+        return f"{told[:-1]}, recipe {case.recipe})" if told.endswith(")") else f"{told} (recipe {case.recipe})"
+
     @cached_property
     def never_varied(self) -> list[str]:
         """Tensor inputs that hold one value in the declared draw and in every recipe that this policy tries."""
@@ -493,7 +504,7 @@ class Study:
         """Sizes of the training trial under this policy."""
         from seatrial.trials.matrix import Settings
 
-        return Settings(seeds=self.policy.trial_seeds)
+        return Settings(seeds=self.policy.trial_seeds, data=self.policy.trial_data)
 
     @cached_property
     def honest_runs(self) -> HonestRuns:
@@ -613,6 +624,14 @@ def _as_near_as(own: OutputReport, native: OutputReport) -> bool:
     return all(
         share <= factor.get(kind, NEARLY) * max(1.0, theirs.get(kind, 0.0)) for kind, share in worst(own).items()
     )
+
+
+def _same(a: Value, b: Value) -> bool:
+    import torch
+
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return a is b or torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+    return a == b
 
 
 def _only(graded: Graded, i: int) -> Graded:
