@@ -244,3 +244,6 @@ def test_doctor_says_what_is_missing_and_why() -> None:
     assert done.returncode == 0, done.stderr
     assert "yes  cpu" in done.stdout
     assert "confined by" in done.stdout
+    listed = done.stdout.partition("What this machine cannot verify:\n")[2].partition("\n\n")[0].splitlines()
+    assert len(listed) >= 3
+    assert any("streams" in line for line in listed) == ("no   cuda" in done.stdout)

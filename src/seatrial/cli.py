@@ -57,7 +57,10 @@ Seed = Annotated[
     int | None, typer.Option("--seed", callback=_seed, help="Replay the inputs of an earlier run; fresh otherwise.")
 ]
 EntryPoint = Annotated[
-    str | None, typer.Option("--entry-point", metavar="FUNCTION", help="For a bare .py file: the function to call (NAME, or FILE.py::NAME).")
+    str | None,
+    typer.Option(
+        "--entry-point", metavar="FUNCTION", help="For a bare .py file: the function to call (NAME, or FILE.py::NAME)."
+    ),
 ]
 Only = Annotated[list[str] | None, typer.Option("--only", metavar="CHECK", help="Run this check alone (repeatable).")]
 Skip = Annotated[list[str] | None, typer.Option("--skip", metavar="CHECK", help="Leave this check out (repeatable).")]

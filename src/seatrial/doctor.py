@@ -32,7 +32,9 @@ def examine() -> list[str]:
         lines.append(f"yes  {name}: {facts}")
     lines += _tools()
     lines += ["", "What this machine cannot verify:"]
-    lines += [f"     {what}" for what in not_verifiable(has_cuda=not CudaDevice(0).available(), cores=os.cpu_count() or 1)]
+    lines += [
+        f"     {what}" for what in not_verifiable(has_cuda=not CudaDevice(0).available(), cores=os.cpu_count() or 1)
+    ]
     lines += ["", "A candidate's process is confined by:"]
     with ForkServer() as server:
         lines += [f"     {layer}: {words}" for layer, words in server.isolation().items()]

@@ -42,7 +42,9 @@ def policy_limits(study: Study, findings: Sequence[Finding]) -> list[str]:
     lines = [_workloads_left(study), _recipes_left(study, findings), _training_left(study, findings)]
     if not _plants_faults(study.policy):
         who = _policy_with(_plants_faults)
-        lines.append(f"how strong the inputs are was not measured: no fault was planted in the reference{_by(who, 'plants some')}")
+        lines.append(
+            f"how strong the inputs are was not measured: no fault was planted in the reference{_by(who, 'plants some')}"
+        )
     return [line for line in lines if line]
 
 
@@ -69,7 +71,7 @@ def _recipes_left(study: Study, findings: Sequence[Finding]) -> str:
         untried = [name for name in study.recipes if name != "declared" and name not in study.tried_recipes]
     except InfrastructureError:
         return ""  # the reference does not run here, which is a finding already
-    who = _policy_with(lambda p: p.recipes > study.policy.recipes)
+    who = _policy_with(lambda p: set(untried) <= set(study.recipes_of(p)))
     words, them = ("kind of inputs is", "it") if len(untried) == 1 else ("kinds of inputs are", "them")
     return f"{len(untried)} {words} not tried ({', '.join(untried)}){_by(who, f'tries {them}')}" if untried else ""
 

@@ -113,10 +113,14 @@ class Study:
 
     @property
     def tried_recipes(self) -> list[str]:
-        """Names of the recipes that this policy tries; four times as many where a call costs next to nothing."""
-        allowed = self.policy.recipes * (4 if self.elements(self.middle) <= SMALL_ELEMENTS else 1)
-        own = [n for n in self.recipes if n != "declared" and not n.startswith(AIMED)][:allowed]
+        """Names of the recipes that this audit tries: those of its policy, and those that exposed planted faults."""
+        own = self.recipes_of(self.policy)
         return own + [n for n in self.extra_recipes if n not in own]
+
+    def recipes_of(self, policy: Policy) -> list[str]:
+        """Names of the recipes that a policy tries; four times as many where a call costs next to nothing."""
+        allowed = policy.recipes * (4 if self.elements(self.middle) <= SMALL_ELEMENTS else 1)
+        return [n for n in self.recipes if n != "declared" and not n.startswith(AIMED)][:allowed]
 
     def adopt(self, recipe: Recipe) -> None:
         """Have the checks use one more recipe."""
@@ -631,7 +635,7 @@ def _same(a: Value, b: Value) -> bool:
 
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return a is b or torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
-    return a == b
+    return bool(a == b)
 
 
 def _only(graded: Graded, i: int) -> Graded:

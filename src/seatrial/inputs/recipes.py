@@ -213,7 +213,9 @@ class _Plan:
                     varied[target] = changes.varied_integers(old, 0, generator).to(old.dtype).contiguous()
             return varied
 
-        return Recipe(name, words.format(_named((*self._flat_floats, *self._flat_integers))), apply, risky=True, form=words)
+        return Recipe(
+            name, words.format(_named((*self._flat_floats, *self._flat_integers))), apply, risky=True, form=words
+        )
 
     def ids(self, name: str, words: str, change: ChangeIds) -> Recipe | None:
         if not self.token_ids:

@@ -305,9 +305,7 @@ def _no_milder(row: CheckRow, findings: Sequence[Finding]) -> CheckRow:
 def _prevented(report: Report) -> list[Finding]:
     """What could not be verified because the candidate's calls end as an objection says that they do."""
     told = any(f.outcome is Outcome.FAILED and f.cause.startswith("call:") for f in report.findings)
-    return [
-        f for f in report.findings if told and f.outcome is Outcome.NOT_VERIFIED and f.cause.startswith("call:")
-    ]
+    return [f for f in report.findings if told and f.outcome is Outcome.NOT_VERIFIED and f.cause.startswith("call:")]
 
 
 def _prevented_words(prevented: Sequence[Finding]) -> str:

@@ -80,7 +80,9 @@ def _verdicts_of_checks(paper: Paper, report: ReportView) -> None:
     ]
     held = [check.check for check in report.checks if check.outcome == "held"]
     if held:
-        rows.append((f"{words.count(len(held), 'check')}{' more' if rows else ''}", ("held", _STYLE["held"]), ", ".join(held)))
+        rows.append(
+            (f"{words.count(len(held), 'check')}{' more' if rows else ''}", ("held", _STYLE["held"]), ", ".join(held))
+        )
     paper.table(("check", "outcome", "measured"), rows)
     if report.trial is not None:
         paper.say(f"training: the candidate {report.trial.tally}", indent=2)
