@@ -16,8 +16,9 @@ from seatrial.errors import InfrastructureError, UsageError
 from seatrial.model import Candidate, OutputSlot, Problem, SourceFile, TensorSpec, Value, Workload
 from seatrial.policy import POLICIES, STANDARD
 from seatrial.reproduce.literals import tensor_of
+from seatrial.reproduce.nouns import KINDS, Situation
 from seatrial.reproduce.standalone import read
-from seatrial.reproduce.symptoms import KINDS, Situation, examine
+from seatrial.reproduce.symptoms import examine
 from seatrial.study import Clock, Study
 
 SECONDS = 600.0

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 from seatrial.errors import InfrastructureError, UsageError
 from seatrial.model import Candidate, Finding, OutputSlot, Problem
 from seatrial.reproduce.literals import literal_of
+from seatrial.reproduce.nouns import Situation, Symptom
 from seatrial.reproduce.shrink import numel, weight
-from seatrial.reproduce.symptoms import Situation, Symptom
 
 if TYPE_CHECKING:
     from torch import Tensor
