@@ -340,3 +340,30 @@ def test_doctor_lists_what_a_machine_cannot_verify() -> None:
     assert "one core" in one_core and "one core" not in bare
     assert "streams" not in with_gpu and "precision of a GPU's units" not in with_gpu
     assert "C++ and CUDA sources" in with_gpu
+
+
+# -- the demo -------------------------------------------------------------------------------------------------
+
+
+def test_the_demo_prints_the_compact_form_and_sends_the_rest_to_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from seatrial import cli
+
+    asked: list[Any] = []
+
+    def no_audit(*given: Any, **more: Any) -> list[Report]:
+        asked.extend(given)
+        return [origin(), accepted()]
+
+    monkeypatch.setattr(cli, "_verify", no_audit)
+    page = tmp_path / "page.html"
+    assert cli.demo(html=page, json=None, device="cpu", seed=1, examples=EXAMPLES, quiet=True) == 0
+    said = capsys.readouterr().out
+    assert asked[4] == "demo"
+    assert f"Every objection, curve and limit is on the page: {page}\n" in said
+    assert said.splitlines()[-1] == origin().replay
+    assert len(said.splitlines()) < 50
+    text = page.read_text()
+    for finding in origin().findings:
+        assert not finding.reproducer or finding.reproducer in text
