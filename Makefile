@@ -5,7 +5,7 @@
 # make docs    write the generated files: docs/ from the source, the JSON of the examples from theirs
 #
 # Nothing needs to be installed first but Python 3.11 or newer; name one with PYTHON=/path/to/python3.
-# On Linux, PyPI's torch is the CUDA build. For the much smaller CPU build, add PyTorch's own index:
+# On Linux, PyPI's torch is the CUDA build. Where pip reaches PyTorch's own index, it has the much smaller CPU build:
 #     PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make demo
 
 VENV := .venv

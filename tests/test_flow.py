@@ -115,7 +115,7 @@ def test_run_it_again_says_what_was_run() -> None:
         "--seed", "5",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert f"1 of {len(CHECKS)} checks was run; it held." in done.stdout
+    assert f"1 of {len(CHECKS)} checks was run; it held; policy quick leaves out 1 thing, named below." in done.stdout
     again = done.stdout.splitlines()[-1].split()
     assert again[2:] == [
         str(RMSNORM), str(RMSNORM / "candidates" / "honest.json"), "--only", "does-not-load", "--only",
@@ -245,3 +245,6 @@ def test_doctor_says_what_is_missing_and_why() -> None:
     assert done.returncode == 0, done.stderr
     assert "yes  cpu" in done.stdout
     assert "confined by" in done.stdout
+    listed = done.stdout.partition("What this machine cannot verify:\n")[2].partition("\n\n")[0].splitlines()
+    assert len(listed) >= 3
+    assert any("streams" in line for line in listed) == ("no   cuda" in done.stdout)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -10,31 +10,26 @@ import pytest
 import torch
 from torch import Tensor
 
+from probing import oracle_of, outputs_of, traced
 from seatrial.model import Growth, GrowthPoint
 from seatrial.numerics.growth import GrowthCase, length_cases, measure_growth, repeat_cases, slope
 from seatrial.numerics.oracle import Oracle
-from seatrial.numerics.trace import linear_slots, trace
+from seatrial.numerics.trace import linear_slots
 from simulated_kernels import BF16, EMBEDDING, F32, MATMUL, between_tiles, in_lanes, in_random_order, in_sequence
 
 SEEDS = range(5)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def embedding_cases(seed: int, points: int = 5) -> tuple[Oracle, tuple[GrowthCase, ...]]:
     torch.manual_seed(seed)
     inputs = EMBEDDING.inputs(tokens=1024, rows=96)
-    oracle = Oracle(EMBEDDING.reference, EMBEDDING.output_names)
+    oracle = oracle_of(EMBEDDING)
     cases = repeat_cases(
         inputs,
-        trace=trace(EMBEDDING.reference, inputs, EMBEDDING.input_names),
-        input_names=EMBEDDING.input_names,
+        **traced(EMBEDDING, inputs),
         output_shapes=[(96, 16), (16,)],
         slots=linear_slots(oracle, inputs),
         points=points,
@@ -49,8 +44,7 @@ def embedding_growth(seed: int, accumulate: Any) -> Growth:
         oracle,
         cases,
         lambda inputs: EMBEDDING.kernel(accumulate, *inputs),
-        output_names=EMBEDDING.output_names,
-        output_dtypes=EMBEDDING.output_dtypes,
+        **outputs_of(EMBEDDING),
     )
     return growth
 
@@ -92,7 +86,7 @@ def test_a_bfloat16_carry_grows_with_the_repeats(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_reduction_length_is_a_lever_where_no_index_is(seed: int) -> None:
-    oracle = Oracle(MATMUL.reference, MATMUL.output_names)
+    oracle = oracle_of(MATMUL)
 
     def draw_at(length: int) -> Sequence[Any] | None:
         torch.manual_seed(seed + length)
@@ -112,8 +106,7 @@ def test_the_reduction_length_is_a_lever_where_no_index_is(seed: int) -> None:
             oracle,
             cases,
             lambda inputs, add=add: MATMUL.kernel(add, *inputs),  # type: ignore[misc]
-            output_names=MATMUL.output_names,
-            output_dtypes=MATMUL.output_dtypes,
+            **outputs_of(MATMUL),
         )[0]
         for kind, add in {"honest": in_lanes, "carry": partial(between_tiles, BF16)}.items()
     }
@@ -130,8 +123,7 @@ def test_honest_noise_raises_the_floor() -> None:
             oracle,
             cases,
             lambda inputs: EMBEDDING.kernel(in_lanes, *inputs),
-            output_names=EMBEDDING.output_names,
-            output_dtypes=EMBEDDING.output_dtypes,
+            **outputs_of(EMBEDDING),
             sigma=lambda inputs: [torch.full((96, 16), sigma), torch.zeros(16)],
         )
         return [p.floor for p in growth.points]
@@ -145,8 +137,7 @@ def test_a_kernel_that_refuses_gives_no_curve() -> None:
         oracle,
         cases,
         lambda inputs: None,
-        output_names=EMBEDDING.output_names,
-        output_dtypes=EMBEDDING.output_dtypes,
+        **outputs_of(EMBEDDING),
     )
     assert curves == ()
 
@@ -157,8 +148,7 @@ def test_a_kernel_that_gives_nan_has_an_infinite_error_and_no_slope() -> None:
         oracle,
         cases,
         lambda inputs: tuple(o * float("nan") for o in EMBEDDING.kernel(in_lanes, *inputs)),
-        output_names=EMBEDDING.output_names,
-        output_dtypes=EMBEDDING.output_dtypes,
+        **outputs_of(EMBEDDING),
     )
     assert all(p.error == float("inf") for p in growth.points)
     assert growth.exponent is None

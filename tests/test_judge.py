@@ -73,6 +73,16 @@ def test_a_headline_says_how_much_of_the_audit_it_speaks_for(
     assert headline(verdict, [finding(o) for o in outcomes], ran=ran, known=12) == said
 
 
+def test_an_acceptance_says_what_its_policy_leaves_out_and_a_rejection_does_not() -> None:
+    gaps = {"ran": 12, "known": 12, "policy": "quick", "left_out": 2}
+    assert headline(Verdict.ACCEPTED, [finding(Outcome.HELD)], **gaps) == (
+        "every planned check ran and held (1 finding); policy quick leaves out 2 things, named below."
+    )
+    part = headline(Verdict.ACCEPTED, [finding(Outcome.HELD)], **{**gaps, "ran": 1, "left_out": 1})
+    assert part == "1 of 12 checks was run; it held; policy quick leaves out 1 thing, named below."
+    assert "leaves out" not in headline(Verdict.REJECTED, [finding(Outcome.FAILED)], **gaps)
+
+
 def test_a_check_that_the_control_fails_cannot_reject() -> None:
     findings = [finding(Outcome.FAILED, "mutated-input"), finding(Outcome.FAILED, "wrong-values")]
     after = demote_where_control_fails(findings, {"mutated-input": "x changed", "wrong-values": "off"})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from probing import oracle_of, outputs_of, planned, traced
 from seatrial.numerics.accumulators import (
     BFLOAT16,
     CERTAIN,
@@ -25,9 +26,7 @@ from seatrial.numerics.accumulators import (
     Fingerprint,
     too_narrow,
 )
-from seatrial.numerics.oracle import Oracle
-from seatrial.numerics.probes import fingerprints, plan_probes, probe_accumulators, read_probes
-from seatrial.numerics.trace import trace
+from seatrial.numerics.probes import fingerprints, probe_accumulators, read_probes
 from simulated_kernels import (
     BF16,
     EMBEDDING,
@@ -46,21 +45,6 @@ from simulated_kernels import (
 )
 
 
-def planned(problem: Problem, seed: int, placements: int = 3) -> Any:
-    torch.manual_seed(seed)
-    inputs = problem.inputs()
-    return plan_probes(
-        Oracle(problem.reference, problem.output_names),
-        inputs,
-        trace=trace(problem.reference, inputs, problem.input_names),
-        output_names=problem.output_names,
-        input_names=problem.input_names,
-        output_dtypes=problem.output_dtypes,
-        placements=placements,
-        seed=seed,
-    )
-
-
 def seen(plan: Any, problem: Problem, accumulate: Accumulator) -> tuple[Fingerprint, ...]:
     return fingerprints(read_probes(plan, lambda inputs: problem.kernel(accumulate, *inputs)))
 
@@ -68,12 +52,7 @@ def seen(plan: Any, problem: Problem, accumulate: Accumulator) -> tuple[Fingerpr
 SEEDS = range(5)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
@@ -375,13 +354,11 @@ def test_probes_leave_the_callers_inputs_alone_and_repeat_with_the_seed() -> Non
 
     def readings() -> Any:
         return probe_accumulators(
-            Oracle(MATMUL.reference, MATMUL.output_names),
+            oracle_of(MATMUL),
             inputs,
             scribbling,
-            trace=trace(MATMUL.reference, inputs, MATMUL.input_names),
-            output_names=MATMUL.output_names,
-            input_names=MATMUL.input_names,
-            output_dtypes=MATMUL.output_dtypes,
+            **traced(MATMUL, inputs),
+            **outputs_of(MATMUL),
             seed=3,
         )
 

@@ -168,7 +168,10 @@ def command(*words: object) -> subprocess.CompletedProcess[str]:
 
 def test_exit_codes_of_replay(folder_of_files: Path, tmp_path: Path) -> None:
     one = made("rmsnorm", folder_of_files)
-    assert command("replay", one.file).returncode == 1
+    replayed = command("replay", one.file)
+    assert replayed.returncode == 1
+    assert len(replayed.stdout.splitlines()) == 2
+    assert f"shrunk: inputs of {one.elements:,} elements, {one.elements_before:,} in the audit;" in replayed.stdout
     other = tmp_path / "other.py"
     other.write_text("import os\nos._exit(1)\n")
     unusable = command("replay", other)
@@ -178,6 +181,15 @@ def test_exit_codes_of_replay(folder_of_files: Path, tmp_path: Path) -> None:
     without_device.write_text(one.file.read_text().replace("'device': 'cpu'", "'device': 'cuda:99'"))
     with pytest.raises(InfrastructureError, match="cuda:99"):  # the command line makes it exit code 3
         replay(without_device)
+
+
+def test_replay_says_when_a_case_is_the_audits_own(folder_of_files: Path, tmp_path: Path) -> None:
+    one = made("rmsnorm", folder_of_files)
+    told = read(one.file)["SEATRIAL"]["elements"]
+    whole = tmp_path / "whole.py"
+    whole.write_text(one.file.read_text().replace(f"'in the audit': {told['in the audit']}", f"'in the audit': {told['here']}"))  # fmt: skip
+    assert replay(whole).case == f"the case is that of the audit, not shrunk: inputs of {told['here'][0]:,} elements"
+    assert replay(whole, candidate=one.honest).case == replay(whole).case
 
 
 def test_replay_executes_nothing_of_the_file(folder_of_files: Path, tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """The parent's hand on one candidate: opens its processes, calls it, keeps count.
 
 A candidate that dies costs its process and no more: the next call opens a fresh one. A candidate that
-keeps hanging costs two time-outs; after that its remaining calls are refused here, so that a verdict
-comes in bounded time.
+keeps hanging costs two time-outs, one that keeps dying eight processes; after that its remaining calls are
+refused here, so that a verdict comes in bounded time.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 MOST_HANGS = 2
 MOST_DEATHS = 8
+NO_ANSWER = (Ran.RAISED, Ran.CRASHED, Ran.EXITED, Ran.TIMED_OUT, Ran.OUT_OF_MEMORY)
 
 
 class Bench:
@@ -31,6 +32,8 @@ class Bench:
         self.candidate = candidate
         self.clock = clock
         self.calls = 0
+        self.asked = 0  # calls that a check wanted, refused ones included
+        self.unanswered: list[Ran] = []  # per call without a result through the candidate's own doing, how it ended
         self.deaths: list[CallRecord] = []
         self.proven_fault = False  # a check that ran before has rejected the numbers
         self.progress: Callable[[str, float], None] = lambda words, share: None
@@ -69,6 +72,16 @@ class Bench:
         *,
         poison: float | None = NAN,
         echo: bool = False,
+    ) -> CallRecord:
+        self.asked += 1
+        record = self._answer(inputs, slots, poison=poison, echo=echo)
+        ended = self._given_up if record.ran is Ran.LOST else record.ran
+        if ended in NO_ANSWER:
+            self.unanswered.append(ended)
+        return record
+
+    def _answer(
+        self, inputs: Sequence[Value], slots: Sequence[OutputSlot], *, poison: float | None, echo: bool
     ) -> CallRecord:
         refusal = self._refusal()
         if refusal is not None:
@@ -119,12 +132,22 @@ class Bench:
                 self.deaths.append(self._session.loaded)
         return self._session
 
+    @property
+    def _given_up(self) -> Ran | None:
+        """How the calls ended that made this candidate one that is called no more; None while it is called."""
+        if sum(d.ran is Ran.TIMED_OUT for d in self.deaths) >= MOST_HANGS:
+            return Ran.TIMED_OUT
+        return self.deaths[-1].ran if len(self.deaths) >= MOST_DEATHS else None
+
     def _refusal(self) -> CallRecord | None:
+        if self._given_up is not None:
+            return CallRecord(Ran.LOST, error=f"not called: {_why(self._given_up)}, so that its audit comes to an end")
         if self.clock.over:
             return CallRecord(Ran.LOST, error=f"the time budget of {self.clock.budget_s:.0f} s was spent")
-        hangs = [d for d in self.deaths if d.ran is Ran.TIMED_OUT]
-        if len(hangs) >= MOST_HANGS:
-            return CallRecord(Ran.LOST, error=f"not called: it hung {len(hangs)} times before")
-        if len(self.deaths) >= MOST_DEATHS:
-            return CallRecord(Ran.LOST, error=f"not called: it died {len(self.deaths)} times before")
         return None
+
+
+def _why(given_up: Ran) -> str:
+    if given_up is Ran.TIMED_OUT:
+        return f"after {MOST_HANGS} calls that hung until their deadline a candidate is called no more"
+    return f"after {MOST_DEATHS} calls that ended its process a candidate is called no more"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import traceback
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
+STARTED = time.monotonic()  # before anything slow is imported: the time of an audit counts from here
 EXIT_USAGE = 2
 EXIT_INCONCLUSIVE = 3
 EXIT_BUG = 4
@@ -56,7 +58,10 @@ Seed = Annotated[
     int | None, typer.Option("--seed", callback=_seed, help="Replay the inputs of an earlier run; fresh otherwise.")
 ]
 EntryPoint = Annotated[
-    str | None, typer.Option("--entry-point", metavar="FUNCTION", help="For a bare .py file: the function to call.")
+    str | None,
+    typer.Option(
+        "--entry-point", metavar="FUNCTION", help="For a bare .py file: the function to call (NAME, or FILE.py::NAME)."
+    ),
 ]
 Only = Annotated[list[str] | None, typer.Option("--only", metavar="CHECK", help="Run this check alone (repeatable).")]
 Skip = Annotated[list[str] | None, typer.Option("--skip", metavar="CHECK", help="Leave this check out (repeatable).")]
@@ -169,6 +174,8 @@ def replay(
 
     replayed = replay_file(file, candidate=candidate, entry_point=entry_point, device=device)
     sys.stdout.write(f"{replayed.words}\n")
+    if replayed.case:
+        sys.stdout.write(f"{replayed.case}\n")
     return 1 if replayed.shows else 0
 
 
@@ -214,11 +221,12 @@ def demo(
     pair = [folder / "candidates" / f"{name}{_suffix(device)}.json" for name in ("faulty", "honest")]
     outputs = {"html": html, "json": json}
     _ready(outputs)
-    reports = _verify(folder, pair, None, device, "standard", seed, (), (), quiet=quiet)
-    _show(reports)
+    reports = _verify(folder, pair, None, device, "demo", seed, (), (), quiet=quiet)
+    _show(reports, compact=True)
     _write(reports, outputs, quiet=quiet)
     verdicts = [r.verdict.value for r in reports]
-    sys.stdout.write(f"\nThe page: {html}\n")
+    sys.stdout.write(f"\nEvery objection, curve and limit is on the page: {html}\nAs text, for the faulty kernel:\n")
+    sys.stdout.write(f"{reports[0].replay}\n")
     if verdicts != ["rejected", "accepted"]:
         _say(f"seatrial: the demo expected rejected and accepted, and got {', '.join(verdicts)}")
         return EXIT_INCONCLUSIVE
@@ -356,16 +364,17 @@ def _verify(
             command=command,
             progress=progress,
             reproducers=reproducers,
+            started=STARTED,
         )
         return verify(loaded, kernels, options)
 
 
-def _show(reports: list[Report]) -> None:
+def _show(reports: list[Report], *, compact: bool = False) -> None:
     from rich.console import Console
 
-    from seatrial.report.terminal import render
+    from seatrial.report.terminal import render, render_compact
 
-    render(reports, Console(soft_wrap=not sys.stdout.isatty()))
+    (render_compact if compact else render)(reports, Console(soft_wrap=not sys.stdout.isatty()))
 
 
 def _ready(outputs: dict[str, Path | None]) -> None:

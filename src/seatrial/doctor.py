@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import platform
 import shutil
 
@@ -30,10 +31,34 @@ def examine() -> list[str]:
         facts = ", ".join(f"{k} {v}" for k, v in device.facts().items())
         lines.append(f"yes  {name}: {facts}")
     lines += _tools()
+    lines += ["", "What this machine cannot verify:"]
+    lines += [
+        f"     {what}" for what in not_verifiable(has_cuda=not CudaDevice(0).available(), cores=os.cpu_count() or 1)
+    ]
     lines += ["", "A candidate's process is confined by:"]
     with ForkServer() as server:
         lines += [f"     {layer}: {words}" for layer, words in server.isolation().items()]
     return lines
+
+
+def not_verifiable(*, has_cuda: bool, cores: int) -> list[str]:
+    """What no audit on this machine can say, one line each with the reason."""
+    missing = [
+        "C++ and CUDA sources: they are not built yet",
+        "races inside a kernel that do not show in its results: no sanitizer is run yet",
+    ]
+    if cores < 2:
+        missing.append("races between threads of a CPU kernel: one core runs them one after the other")
+    if has_cuda:
+        return [*missing, "other kinds of GPU than the one above: tile sizes, precision and memory differ"]
+    return [
+        "Triton and other GPU kernels: there is no CUDA device; their verdict here is inconclusive",
+        "streams: work that a kernel leaves on another stream, or a missing synchronisation",
+        "races between blocks, and atomics whose order changes from run to run",
+        "the precision of a GPU's units: tensor cores, TF32, fp8 accumulators, approximate functions",
+        "GPU memory: writes beyond a buffer on the device, what a GPU's allocator leaves in it",
+        *missing,
+    ]
 
 
 def _tools() -> list[str]:

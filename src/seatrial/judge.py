@@ -57,17 +57,22 @@ def in_reading_order(findings: Sequence[Finding]) -> list[Finding]:
     return sorted(findings, key=rank)
 
 
-def headline(verdict: Verdict, findings: Sequence[Finding], *, ran: int, known: int) -> str:
+def headline(
+    verdict: Verdict, findings: Sequence[Finding], *, ran: int, known: int, policy: str = "", left_out: int = 0
+) -> str:
     """The verdict's ground in one sentence; `findings` in reading order.
 
-    `ran` of `known` checks were carried out; when some were not, the sentence says so.
+    `ran` of `known` checks were carried out; when some were not, the sentence says so. Of an acceptance it says too
+    how many things `policy` itself leaves out.
     """
     first = findings[0].reason if findings else "nothing could be checked"
     part = "" if ran == known else _part(ran, known)
     if verdict is Verdict.ACCEPTED:
         held = sum(f.outcome is Outcome.HELD for f in findings)
-        whole = f"every planned check ran and held ({_count(held, 'finding', 'findings')})."
-        return f"{part}; {'it' if ran == 1 else 'they'} held." if part else whole
+        whole = f"every planned check ran and held ({_count(held, 'finding', 'findings')})"
+        ground = f"{part}; {'it' if ran == 1 else 'they'} held" if part else whole
+        gaps = f"; policy {policy} leaves out {_count(left_out, 'thing', 'things')}, named below" if left_out else ""
+        return f"{ground}{gaps}."
     more = sum(f.outcome is findings[0].outcome for f in findings) - 1 if findings else 0
     nouns = ("objection", "objections") if verdict is Verdict.REJECTED else ("finding like it", "findings like it")
     others = f" (and {more} more {nouns[more != 1]})" if more else ""

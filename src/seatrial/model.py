@@ -411,7 +411,13 @@ class Report(_Public):
     grade: str = ""  # F32, TC, IO, REJECT, or empty when no float output could be graded
     findings: list[Finding] = Field(default_factory=list)
     checks: list[CheckRow] = Field(default_factory=list)
-    limits: list[str] = Field(default_factory=list)
+    limits: list[str] = Field(
+        default_factory=list, description="What this verdict does not cover, whatever the policy; one sentence each."
+    )
+    policy_limits: list[str] = Field(
+        default_factory=list,
+        description="What the policy does not look at, and which policy would; one sentence each.",
+    )
     oddities: list[str] = Field(default_factory=list)
     benchmark_rule: BenchmarkRule | None = None
     growth: list[Growth] = Field(default_factory=list)
@@ -421,7 +427,14 @@ class Report(_Public):
     seeds: dict[str, int] = Field(default_factory=dict)
     policy: str = ""
     device: str = ""
-    seconds: float = 0.0
+    seconds: float = Field(
+        default=0.0, description="Wall time spent on this candidate, in seconds: its processes, checks and reproducers."
+    )
+    audit_seconds: float = Field(
+        default=0.0,
+        description="Wall time of the whole audit, in seconds: start of the program, control, planted faults and every "
+        "candidate of the batch. The same in every report of a batch; 0 when it was not measured.",
+    )
     replay: str = ""
 
     def to_json(self) -> str:

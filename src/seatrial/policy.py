@@ -23,6 +23,7 @@ class Policy:
     growth: int = 5  # points on the error-growth curve
     trial: bool = True  # run the training matrix
     trial_seeds: int = 1  # seeds per cell of the training matrix
+    trial_data: tuple[str, ...] = ("text", "zipf", "uniform")  # token streams of the training matrix
     mutants: int = 48  # faults planted in the reference to see how strong the inputs are
     adequacy_s: float = 25.0  # time for that, once per problem
     load_timeout_s: float = 120.0  # importing and building the candidate
@@ -60,5 +61,9 @@ DEEP = replace(
     shrink_calls=4000,
 )
 
-POLICIES = {p.name: p for p in (QUICK, STANDARD, DEEP)}
+# The origin case in half the time: the training cells that show its fault and those that hide it, and fewer draws.
+DEMO = replace(STANDARD, name="demo", workloads=2, seeds=1, trial_data=("text", "uniform"), mutants=24)
+
+LADDER = (QUICK, STANDARD, DEEP)  # each at least as thorough as the one before
+POLICIES = {p.name: p for p in (*LADDER, DEMO)}
 KNOBS = tuple(f.name for f in fields(Policy))

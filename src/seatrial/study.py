@@ -113,10 +113,14 @@ class Study:
 
     @property
     def tried_recipes(self) -> list[str]:
-        """Names of the recipes that this policy tries; four times as many where a call costs next to nothing."""
-        allowed = self.policy.recipes * (4 if self.elements(self.middle) <= SMALL_ELEMENTS else 1)
-        own = [n for n in self.recipes if n != "declared" and not n.startswith(AIMED)][:allowed]
+        """Names of the recipes that this audit tries: those of its policy, and those that exposed planted faults."""
+        own = self.recipes_of(self.policy)
         return own + [n for n in self.extra_recipes if n not in own]
+
+    def recipes_of(self, policy: Policy) -> list[str]:
+        """Names of the recipes that a policy tries; four times as many where a call costs next to nothing."""
+        allowed = policy.recipes * (4 if self.elements(self.middle) <= SMALL_ELEMENTS else 1)
+        return [n for n in self.recipes if n != "declared" and not n.startswith(AIMED)][:allowed]
 
     def adopt(self, recipe: Recipe) -> None:
         """Have the checks use one more recipe."""
@@ -137,6 +141,17 @@ class Study:
             return same and (not has_nan(case) or has_nan(declared))
         except InfrastructureError:
             return False
+
+    def told_inputs(self, case: Case) -> str:
+        """ "`x` times 32 (recipe scaled-up-32)": what the case's recipe changed of its declared draw; empty for none."""
+        if case.recipe == "declared":
+            return ""
+        drawn, changed = self.inputs(replace(case, recipe="declared")), self.inputs(case)
+        names = [s.name for s, a, b in zip(self.problem.inputs, drawn, changed, strict=True) if not _same(a, b)]
+        told = self.recipes[case.recipe].told_of(names)
+        if case.recipe.startswith(AIMED):
+            return told
+        return f"{told[:-1]}, recipe {case.recipe})" if told.endswith(")") else f"{told} (recipe {case.recipe})"
 
     @cached_property
     def never_varied(self) -> list[str]:
@@ -496,7 +511,7 @@ class Study:
         """Sizes of the training trial under this policy."""
         from seatrial.trials.matrix import Settings
 
-        return Settings(seeds=self.policy.trial_seeds)
+        return Settings(seeds=self.policy.trial_seeds, data=self.policy.trial_data)
 
     @cached_property
     def honest_runs(self) -> HonestRuns:
@@ -616,6 +631,14 @@ def _as_near_as(own: OutputReport, native: OutputReport) -> bool:
     return all(
         share <= factor.get(kind, NEARLY) * max(1.0, theirs.get(kind, 0.0)) for kind, share in worst(own).items()
     )
+
+
+def _same(a: Value, b: Value) -> bool:
+    import torch
+
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return a is b or torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+    return bool(a == b)
 
 
 def _only(graded: Graded, i: int) -> Graded:

@@ -131,7 +131,9 @@ def _conclude(study: Study, check: str, output: str, judged: Sequence[Judged]) -
 def _objection(study: Study, check: str, output: str, worst: Judged, bad: int, total: int) -> Finding:
     test = max((t for t in worst.report.tests if t.failed), key=_excess)
     report = worst.report
-    reason = f"`{output}` is wrong beyond rounding in {bad} of {total} cases: {test.words}"
+    inputs = study.told_inputs(worst.case)
+    reason = f"`{output}` is wrong beyond rounding in {bad} of {total} cases"
+    reason += f", worst with {inputs}: {test.words}" if inputs else f": {test.words}"
     if report.got is not None and report.expected is not None:
         reason += (
             f"; worst element {list(report.worst_index or ())}: got {report.got:.6g}, expected {report.expected:.6g}"

@@ -17,8 +17,8 @@ from seatrial.bench import Bench
 from seatrial.checks import CHECKS
 from seatrial.checks.base import Check, Conclusion, NotApplicable, not_verified
 from seatrial.errors import InfrastructureError, UsageError
-from seatrial.formats.plain import SEED_IGNORED
 from seatrial.judge import conclude, demote_where_control_fails, headline, in_reading_order
+from seatrial.limits import policy_limits, verdict_limits
 from seatrial.model import Adequacy, BenchmarkRule, Candidate, CheckRow, Finding, Outcome, Problem, Ran, Report, Verdict
 from seatrial.policy import Policy
 from seatrial.study import Clock, Study, reference_boundary
@@ -56,6 +56,7 @@ class Options:
     command: str = "check"  # the verb of the command line: "check" or "train"
     progress: Progress = silent
     reproducers: Path | None = None  # folder for a file per objection; nothing is written without one
+    started: float = field(default_factory=time.monotonic)  # when the program began, for the time of the whole audit
 
 
 @dataclass
@@ -71,6 +72,11 @@ class Audit:
     def findings(self) -> list[Finding]:
         """All findings in the order of the checks."""
         return [f for _, c in self.conclusions for f in c.findings]
+
+    @property
+    def crashes(self) -> bool:
+        """True once a call on a declared workload is known to give nothing."""
+        return any(f.outcome is Outcome.FAILED and f.check == "crashing-call" for f in self.findings)
 
     @property
     def rejected(self) -> bool:
@@ -90,7 +96,9 @@ def verify(problem: Problem, candidates: Sequence[Candidate], options: Options) 
     with ForkServer() as server:
         control = _run_control(study, server, checks, options.progress)
         adequacy = measured_adequacy(study, checks, options)  # after the control: the cases are then worked out
-        return [_verify_one(study, server, c, checks, control, adequacy, options) for c in candidates]
+        reports = [_verify_one(study, server, c, checks, control, adequacy, options) for c in candidates]
+    took = round(time.monotonic() - options.started, 3)
+    return [report.model_copy(update={"audit_seconds": took}) for report in reports]
 
 
 def measured_adequacy(study: Study, checks: Sequence[Check], options: Options) -> Adequacy:
@@ -151,13 +159,13 @@ def _verify_one(
             audit.rule = _benchmark_rule(study, bench) if not options.only else None
         finally:
             bench.close()
-    report = _report(study, server, candidate, audit, control, adequacy, clock, options)
+    report = _report(study, server, candidate, audit, control, adequacy, options)
     if options.reproducers is not None and not obstacle:
         from seatrial.reproduce import write_reproducers
 
         options.progress(candidate.name, "shrinking what was found", 1.0)
         report = write_reproducers(report, study, candidate, server, options.reproducers)
-    return report
+    return report.model_copy(update={"seconds": round(clock.spent, 3)})
 
 
 def _obstacle(candidate: Candidate, study: Study) -> str:
@@ -178,8 +186,8 @@ def _run_checks(study: Study, bench: Bench, checks: Sequence[Check], audit: Audi
         bench.progress = _progress_of(check, i, len(checks), bench.candidate.name, options)
         bench.progress("", 0.0)
         bench.proven_fault = audit.rejected
-        before, started = bench.calls, time.monotonic()
-        conclusion = _run_check(study, bench, check)
+        before, started, silence = bench.calls, time.monotonic(), (bench.asked, len(bench.unanswered))
+        conclusion = _naming_what_prevented(_run_check(study, bench, check), bench, audit, *silence)
         audit.conclusions.append((check.NAME, conclusion))
         audit.rows.append(_row(check, conclusion, bench.calls - before, time.monotonic() - started))
         audit.ran += 1
@@ -202,6 +210,30 @@ def _run_check(study: Study, bench: Bench, check: Check) -> Conclusion:
         return check.judge(study, evidence)
     except InfrastructureError as error:
         return Conclusion([not_verified(check.NAME, str(error))])
+
+
+def _naming_what_prevented(
+    conclusion: Conclusion, bench: Bench, audit: Audit, asked: int, unanswered: int
+) -> Conclusion:
+    """What could not be verified because the candidate's calls gave nothing gets the end of those calls as its cause.
+
+    `asked` and `unanswered` are the bench's counts before the check. A candidate that has never answered is wrong at
+    no size in particular: what `crashing-call` has proven already is then no second objection.
+    """
+    silent = bench.unanswered[unanswered:]
+    if not silent:
+        return conclusion
+    told = {"calls": bench.asked - asked, "calls without a result": len(silent)}
+    repeats = audit.crashes and len(bench.unanswered) == bench.asked
+
+    def named(finding: Finding) -> Finding:
+        again = repeats and finding.cause.startswith("size:")
+        if not again and (finding.outcome is not Outcome.NOT_VERIFIED or finding.cause):
+            return finding
+        more = {"cause": f"call:{silent[0].value}", "details": {**finding.details, **told}}
+        return finding.model_copy(update={"outcome": Outcome.NOT_VERIFIED, **more})
+
+    return replace(conclusion, findings=[named(f) for f in conclusion.findings])
 
 
 def _progress_of(check: Check, i: int, n: int, name: str, options: Options) -> Callable[[str, float], None]:
@@ -268,12 +300,12 @@ def _report(
     audit: Audit,
     control: dict[str, str],
     adequacy: Adequacy,
-    clock: Clock,
     options: Options,
 ) -> Report:
     findings = in_reading_order(demote_where_control_fails(audit.findings, control))
     findings = [f.model_copy(update={"reproducer": reproducer(study, candidate, f, options)}) for f in findings]
     verdict = conclude(findings)
+    gaps = policy_limits(study, findings)
     return Report(
         seatrial=seatrial.__version__,
         problem=study.problem.name,
@@ -281,11 +313,14 @@ def _report(
         candidate=candidate.name,
         candidate_path=candidate.path,
         verdict=verdict,
-        headline=headline(verdict, findings, ran=audit.ran, known=len(CHECKS)),
+        headline=headline(
+            verdict, findings, ran=audit.ran, known=len(CHECKS), policy=study.policy.name, left_out=len(gaps)
+        ),
         grade=next((c.grade for _, c in audit.conclusions if c.grade), ""),
         findings=findings,
         checks=audit.rows,
-        limits=_limits(study, findings, adequacy, options),
+        limits=verdict_limits(study, findings, adequacy, partial=bool(options.only or options.skip)),
+        policy_limits=gaps,
         oddities=list(study.problem.oddities),
         benchmark_rule=audit.rule,
         growth=[g for _, c in audit.conclusions for g in c.growth],
@@ -295,59 +330,8 @@ def _report(
         seeds={"master": study.seed},
         policy=study.policy.name,
         device=study.device.name,
-        seconds=round(clock.spent, 3),
         replay=_command(study, candidate, options),
     )
-
-
-def _limits(study: Study, findings: Sequence[Finding], adequacy: Adequacy, options: Options) -> list[str]:
-    limits = [f.reason for f in findings if f.outcome is Outcome.LIMITED]
-    limits += [f.reason for f in findings if f.outcome is Outcome.NOT_APPLICABLE and f.reason.endswith("not probed")]
-    limits += study.oracle_limits()
-    left = len(study.problem.workloads) - len(study.audited)
-    if left > 0:
-        limits.append(
-            f"{left} of {len(study.problem.workloads)} declared workloads are not audited under policy {study.policy.name}"
-        )
-    limits += _constant_inputs(study, findings)
-    if not study.problem.resizable and any(f.check == "fitted-sizes" for f in findings):
-        limits.append("only the sizes that the inputs are made with were tried")
-    untried = _untried_recipes(study, findings)
-    if untried:
-        limits.append(f"inputs that policy {study.policy.name} leaves untried: {', '.join(untried)}")
-    if not adequacy.faults:
-        limits.append(adequacy.sentence)
-    limits += [f"a fault that was planted in the reference and not exposed: it {words}" for words in adequacy.survivors]
-    if SEED_IGNORED in study.problem.oddities:
-        limits.append("fresh draws were impossible: every case of the declared inputs holds the same values")
-    if options.only or options.skip:
-        limits.append("only some checks were run (--only / --skip), so the verdict speaks for those alone")
-    if not study.device.name.startswith("cuda"):
-        limits.append("audited on the CPU: nothing is said about streams, races or the precision of a GPU's units")
-    return limits
-
-
-def _constant_inputs(study: Study, findings: Sequence[Finding]) -> list[str]:
-    if not any(f.check == "fitted-inputs" for f in findings):
-        return []
-    try:
-        names = study.never_varied
-    except InfrastructureError:
-        return []  # the inputs cannot be drawn here, which is a finding already
-    return (
-        [f"{', '.join(f'`{n}`' for n in names)} held one value in every input tried: a kernel that ignores it passes"]
-        if names
-        else []
-    )
-
-
-def _untried_recipes(study: Study, findings: Sequence[Finding]) -> list[str]:
-    if not any(f.check == "fitted-inputs" and f.outcome is not Outcome.NOT_APPLICABLE for f in findings):
-        return []
-    try:
-        return [name for name in study.recipes if name != "declared" and name not in study.tried_recipes]
-    except InfrastructureError:
-        return []  # the reference does not run here, which is a finding already
 
 
 def environment(device: Device, server: ForkServer) -> dict[str, str]:

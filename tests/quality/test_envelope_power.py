@@ -468,12 +468,7 @@ FAMILIES = (
 # ---------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def workloads_of(family: Family) -> Iterator[tuple[str, tuple[Any, ...], Envelope]]:

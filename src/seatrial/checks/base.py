@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from seatrial.model import CallRecord, Finding, Growth, Outcome, Trial, Where
+from seatrial.model import CallRecord, Finding, Growth, Outcome, Ran, Trial, Where
 
 if TYPE_CHECKING:
     from seatrial.bench import Bench
@@ -125,4 +125,6 @@ def unusable(record: CallRecord) -> str:
     if record.breaches:
         return record.breaches[0]
     last = record.error.strip().splitlines()[-1] if record.error.strip() else ""
+    if record.ran is Ran.LOST and last:
+        return last  # no call was made; the words say why
     return f"the call {record.ran.value}" + (f": {last}" if last else "")

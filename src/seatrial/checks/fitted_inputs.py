@@ -39,7 +39,7 @@ def observe(bench: Bench, job: Job) -> Evidence:
 
 
 def judge(study: Study, evidence: Sequence[Evidence]) -> Conclusion:
-    """As wrong-values; the finding names the recipe."""
+    """As wrong-values; the finding says which inputs the recipe of the worst case changed, and how."""
     calls = [(c, r) for e in evidence for c, r in zip(e.job.cases, e.records, strict=True)]
     return Conclusion(judge_values(study, NAME, calls))
 

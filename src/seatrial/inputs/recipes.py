@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,7 +33,7 @@ BEYOND_ANY_CONTEXT = 1 << 17  # exclusive bound of positions that index nothing
 
 @dataclass(frozen=True)
 class Recipe:
-    """One way to draw the inputs. `words` says what it changes, for a person.
+    """One way to draw the inputs. `words` says what it changes, for a person; `form` the same with {} for the names.
 
     `apply(inputs, seed)` takes the declared draw by name (tensors on the CPU, left as they are) and
     returns a new dict with the same names, shapes and types. A `risky` recipe may leave what the
@@ -44,6 +44,11 @@ class Recipe:
     words: str
     apply: Callable[[Inputs, int], dict[str, Value]]
     risky: bool = False
+    form: str = ""
+
+    def told_of(self, changed: Sequence[str]) -> str:
+        """What it does to the inputs that it really changed: one that has structure, say, stays as it was drawn."""
+        return self.form.format(_named(changed)) if self.form and changed else self.words
 
 
 def recipes(problem: Problem, index_ranges: Mapping[str, int] | None = None) -> tuple[Recipe, ...]:
@@ -60,7 +65,7 @@ def recipes(problem: Problem, index_ranges: Mapping[str, int] | None = None) -> 
 def _all(plan: _Plan) -> tuple[Recipe | None, ...]:
     c, signals = changes, plan.signals
     return (
-        plan.together("hot-id", "half of the ids are one id, gradients share a component"),
+        plan.together("hot-id", "half of the ids are one id, gradients share a component ({})"),
         plan.floats("scaled-up-32", "{} times 32", signals, c.scaled(32.0)),
         plan.floats("tiny", "{} times 2^-10", signals, c.scaled(2.0**-10)),
         plan.floats("nonunit-norm", "{} from a normal, with 0 and -1 among them", plan.norms, c.nonunit, pinned=True),
@@ -192,7 +197,7 @@ class _Plan:
         def apply(inputs: Inputs, seed: int) -> dict[str, Value]:
             return _change_floats(inputs, targets, change, Generator().manual_seed(seed), pinned=pinned)
 
-        return Recipe(name, words.format(", ".join(targets)), apply, risky)
+        return Recipe(name, words.format(_named(targets)), apply, risky, form=words)
 
     def constants(self, name: str, words: str) -> Recipe | None:
         """Everything at once that the declared draw holds constant, but masks, positions and ids."""
@@ -208,7 +213,9 @@ class _Plan:
                     varied[target] = changes.varied_integers(old, 0, generator).to(old.dtype).contiguous()
             return varied
 
-        return Recipe(name, words.format(", ".join((*self._flat_floats, *self._flat_integers))), apply, risky=True)
+        return Recipe(
+            name, words.format(_named((*self._flat_floats, *self._flat_integers))), apply, risky=True, form=words
+        )
 
     def ids(self, name: str, words: str, change: ChangeIds) -> Recipe | None:
         if not self.token_ids:
@@ -217,7 +224,7 @@ class _Plan:
         def apply(inputs: Inputs, seed: int) -> dict[str, Value]:
             return self._change_ids(inputs, self.token_ids, change, Generator().manual_seed(seed))
 
-        return Recipe(name, words.format(", ".join(self.token_ids)), apply)
+        return Recipe(name, words.format(_named(self.token_ids)), apply, form=words)
 
     def together(self, name: str, words: str) -> Recipe | None:
         """Ids and gradients at once: many like-signed terms on one row."""
@@ -230,7 +237,7 @@ class _Plan:
             hot = self._change_ids(inputs, self.token_ids, changes.half_one_id, generator)
             return _change_floats(hot, targets, changes.common_sign, generator)
 
-        return Recipe(name, words, apply)
+        return Recipe(name, words.format(_named((*self.token_ids, *targets))), apply, form=words)
 
     def labels(self, name: str, words: str, change: Callable[[int], ChangeIds]) -> Recipe | None:
         """Some ids become the one that the reference ignores, where it names such an id."""
@@ -244,7 +251,7 @@ class _Plan:
             ignored = int(given) if isinstance(given, int | float) else -100
             return self._change_ids(inputs, self.token_ids, change(ignored), Generator().manual_seed(seed))
 
-        return Recipe(name, words.format(", ".join(self.token_ids)), apply)
+        return Recipe(name, words.format(_named(self.token_ids)), apply, form=words)
 
     def masks(self, name: str, words: str, change: ChangeMask, *, risky: bool = False) -> Recipe | None:
         targets = tuple(n for n in self._masks if _two_values(self._sample.get(n)) is not None)
@@ -260,7 +267,7 @@ class _Plan:
                     changed[target] = change(mask, values, generator).contiguous()
             return changed
 
-        return Recipe(name, words.format(", ".join(targets)), apply, risky)
+        return Recipe(name, words.format(_named(targets)), apply, risky, form=words)
 
     def positions(self, name: str, words: str, change: ChangeIds) -> Recipe | None:
         """Other positions; how far they may go is what the reference's own tables allow, if it has any."""
@@ -276,7 +283,7 @@ class _Plan:
                     changed[target] = change(old.long(), bound, generator).to(old.dtype).contiguous()
             return changed
 
-        return Recipe(name, words.format(", ".join(self._positions)), apply, risky=True)
+        return Recipe(name, words.format(_named(self._positions)), apply, risky=True, form=words)
 
     def logits(self, name: str, words: str, sigmas: float) -> Recipe | None:
         """Scores that speak for (or against) the label of their row, where a float input has a place for each label."""
@@ -295,7 +302,7 @@ class _Plan:
                     changed[score] = keep_domain(wide.scatter_add(-1, places, pull), scores)
             return changed
 
-        return Recipe(name, words.format(", ".join(x for _, x in pairs)), apply)
+        return Recipe(name, words.format(_named(x for _, x in pairs)), apply, form=words)
 
     def _is_score_of(self, label: str, score: str) -> bool:
         ids, scores = self._sample.get(label), self._sample.get(score)
@@ -320,7 +327,7 @@ class _Plan:
         def apply(inputs: Inputs, seed: int) -> dict[str, Value]:
             return {n: _changed_scalar(v, change) if n in targets else v for n, v in inputs.items()}
 
-        return Recipe(name, words.format(", ".join(targets)), apply, risky)
+        return Recipe(name, words.format(_named(targets)), apply, risky, form=words)
 
     def _change_ids(
         self, inputs: Inputs, targets: tuple[str, ...], change: ChangeIds, generator: Generator
@@ -365,6 +372,10 @@ class _Plan:
             if isinstance(value, Tensor) and spec.shape is not None and len(spec.shape) == value.dim():
                 found.update(zip(spec.shape, value.shape, strict=True))
         return found
+
+
+def _named(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def _change_floats(

@@ -30,6 +30,13 @@ Pairs = tuple[tuple[str, str], ...]
 
 _SEVEREST_FIRST = (Outcome.FAILED, Outcome.NOT_VERIFIED, Outcome.LIMITED)
 _HONEST_GRADES = ("F32", "TC")
+_ENDED = {
+    "raised": "raised an error",
+    "crashed": "crashed",
+    "exited": "ended its process",
+    "timed-out": "hung",
+    "out-of-memory": "ran out of memory",
+}
 _WORST_FIRST = (Verdict.REJECTED, Verdict.INCONCLUSIVE, Verdict.ACCEPTED_WITH_LIMITS, Verdict.ACCEPTED)
 
 
@@ -172,7 +179,11 @@ class TrialView:
 
 @dataclass(frozen=True)
 class ReportView:
-    """Everything a page says about one candidate. `anchor` is unique among the reports shown together."""
+    """Everything a page says about one candidate. `anchor` is unique among the reports shown together.
+
+    `prevented` is what could not be verified because of a crash that an objection carries: `prevented_words` sum it
+    up for a person, and only what lists checks one by one lists it too.
+    """
 
     anchor: str
     candidate: str
@@ -188,10 +199,13 @@ class ReportView:
     objections: tuple[FindingView, ...]
     limited: tuple[FindingView, ...]
     unverified: tuple[FindingView, ...]
+    prevented: tuple[FindingView, ...]
+    prevented_words: str
     noted: tuple[FindingView, ...]
     checks: tuple[CheckView, ...]
     strength: str
     limits: tuple[str, ...]
+    policy_limits: tuple[str, ...]
     oddities: tuple[str, ...]
     rule: RuleView | None
     contrast: str
@@ -202,6 +216,8 @@ class ReportView:
     policy: str
     device: str
     seconds: str
+    audit_seconds: str
+    took: str
     replay: str
     seatrial: str
 
@@ -228,6 +244,8 @@ def overview(reports: Sequence[Report]) -> str:
 def view(report: Report, *, anchor: str = "candidate-1") -> ReportView:
     """The finished strings of one report."""
     titles = {row.check: words.name(row.title) for row in report.checks}
+    prevented = _prevented(report)
+    unverified = [f for f in report.findings if f.outcome is Outcome.NOT_VERIFIED and f not in prevented]
     return ReportView(
         anchor=anchor,
         candidate=words.name(report.candidate) or "(no name)",
@@ -242,11 +260,14 @@ def view(report: Report, *, anchor: str = "candidate-1") -> ReportView:
         grade_words=words.GRADE_WORDS.get(report.grade, "") if _grade(report) else "",
         objections=_findings(report, Outcome.FAILED, titles),
         limited=_findings(report, Outcome.LIMITED, titles),
-        unverified=_findings(report, Outcome.NOT_VERIFIED, titles),
+        unverified=_numbered(unverified, titles),
+        prevented=_numbered(prevented, titles),
+        prevented_words=_prevented_words(prevented),
         noted=_findings(report, Outcome.NOTED, titles),
         checks=tuple(_check(row, _told_above(report)) for row in rows_with_findings(report)),
         strength=words.one_line(report.adequacy.sentence) if report.adequacy else "",
         limits=_sentences(report.limits),
+        policy_limits=_sentences(report.policy_limits),
         oddities=_sentences(report.oddities),
         rule=_rule(report.benchmark_rule),
         contrast=_contrast(report),
@@ -257,6 +278,8 @@ def view(report: Report, *, anchor: str = "candidate-1") -> ReportView:
         policy=words.name(report.policy),
         device=words.name(report.device),
         seconds=words.seconds(report.seconds),
+        audit_seconds=words.seconds(report.audit_seconds) if report.audit_seconds else "",
+        took=_took(report),
         replay=words.plain(report.replay).strip(),
         seatrial=words.name(report.seatrial),
     )
@@ -279,8 +302,41 @@ def _no_milder(row: CheckRow, findings: Sequence[Finding]) -> CheckRow:
     return row if severest is row.outcome else row.model_copy(update={"outcome": severest})
 
 
+def _prevented(report: Report) -> list[Finding]:
+    """What could not be verified because the candidate's calls end as an objection says that they do."""
+    told = any(f.outcome is Outcome.FAILED and f.cause.startswith("call:") for f in report.findings)
+    return [f for f in report.findings if told and f.outcome is Outcome.NOT_VERIFIED and f.cause.startswith("call:")]
+
+
+def _prevented_words(prevented: Sequence[Finding]) -> str:
+    """ "7 checks could not run: the candidate crashed in every call (wrong-values, …)"; empty for nothing."""
+    if not prevented:
+        return ""
+    checks = {finding.check: finding for finding in prevented}
+    ends = {finding.cause.partition(":")[2] for finding in prevented}
+    how = _ENDED.get(ends.pop(), "did not return") if len(ends) == 1 else "did not return"
+    calls, silent = (
+        sum(int(f.details.get(name, 0)) for f in checks.values()) for name in ("calls", "calls without a result")
+    )
+    some = silent < calls
+    where = f"in {silent} of their {calls} calls" if some else "in every call"
+    could = "could not be finished" if some else "could not run"
+    names = ", ".join(words.name(check) for check in checks)
+    return f"{words.count(len(checks), 'check')} {could}: the candidate {how} {where} ({names})"
+
+
+def _took(report: Report) -> str:
+    """ "the audit took 21.4 s, 9.1 s of them this candidate"; without the first where it was not measured."""
+    own = words.seconds(report.seconds) if report.seconds else ""
+    if not report.audit_seconds:
+        return f"took {own}" if own else ""
+    whole = f"the whole audit took {words.seconds(report.audit_seconds)}"
+    return f"{whole}, this candidate {own} of it" if own else whole
+
+
 def _tally(report: Report) -> str:
-    found = [finding.outcome for finding in report.findings]
+    prevented = _prevented(report)
+    found = [finding.outcome for finding in report.findings if finding not in prevented]
     parts = [
         words.count(found.count(outcome), singular, plural)
         for outcome, singular, plural in (
@@ -290,6 +346,8 @@ def _tally(report: Report) -> str:
         )
         if outcome in found
     ]
+    if prevented:
+        parts.append(f"{words.count(len({f.check for f in prevented}), 'check')} that it prevents")
     if parts:
         return ", ".join(parts)
     held = sum(row.outcome is Outcome.HELD for row in report.checks)
@@ -323,8 +381,11 @@ def _said(value: object) -> str:
 
 
 def _findings(report: Report, outcome: Outcome, titles: Mapping[str, str]) -> tuple[FindingView, ...]:
-    chosen = [finding for finding in report.findings if finding.outcome is outcome]
-    return tuple(_finding(number, finding, titles) for number, finding in enumerate(chosen, 1))
+    return _numbered([finding for finding in report.findings if finding.outcome is outcome], titles)
+
+
+def _numbered(findings: Sequence[Finding], titles: Mapping[str, str]) -> tuple[FindingView, ...]:
+    return tuple(_finding(number, finding, titles) for number, finding in enumerate(findings, 1))
 
 
 def _finding(number: int, finding: Finding, titles: Mapping[str, str]) -> FindingView:
@@ -448,10 +509,11 @@ def _tolerance(row: BenchmarkRow) -> str:
 def _told_above(report: Report) -> dict[str, str]:
     """Reasons that stand in full above the table, and the words that point to them."""
     names = {Outcome.FAILED: "objection", Outcome.LIMITED: "limit", Outcome.NOT_VERIFIED: "not verified"}
+    shown = [finding for finding in report.findings if finding not in _prevented(report)]
     return {
         words.one_line(finding.reason): f"see {name} {number}"
         for outcome, name in names.items()
-        for number, finding in enumerate([f for f in report.findings if f.outcome is outcome], 1)
+        for number, finding in enumerate([f for f in shown if f.outcome is outcome], 1)
     }
 
 

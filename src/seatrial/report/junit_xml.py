@@ -118,7 +118,7 @@ def _check_case(report: ReportView, check: CheckView) -> Element:
 
 
 def _all_findings(report: ReportView) -> tuple[FindingView, ...]:
-    return (*report.objections, *report.unverified, *report.limited, *report.noted)
+    return (*report.objections, *report.unverified, *report.prevented, *report.limited, *report.noted)
 
 
 def _told(finding: FindingView) -> str:

@@ -64,11 +64,13 @@ def _one(report: ReportView) -> list[str]:
         _findings_table("Objections", report.objections),
         _findings_table("Limits found", report.limited),
         _findings_table("Not verified", report.unverified),
+        _prose(report.prevented_words),
         *(_reproducer(finding) for finding in (*report.objections, *report.limited, *report.unverified)),
         _trial(report.trial),
         _fold("Error growth", "\n\n".join(_growth_blocks(report))),
         _fold("Every check", _checks_table(report)),
-        _fold("What seatrial could not see", _bullets((*report.limits, *report.oddities))),
+        _fold("Limits of this verdict", _bullets((*report.limits, *report.oddities))),
+        _fold("What the policy leaves out", _bullets(report.policy_limits)),
         _fold("Noted", _bullets(finding.reason for finding in report.noted)),
         _fold("Run it again", "\n\n".join(_replay_blocks(report))),
     ]
@@ -139,7 +141,13 @@ def _replay_blocks(report: ReportView) -> Iterable[str]:
     seeds = ", ".join(f"{name} {seed}" for name, seed in report.seeds)
     if seeds:
         yield f"Seeds: {_inline(seeds)}"
-    facts = (("seatrial", report.seatrial), ("device", report.device), ("policy", report.policy), *report.environment)
+    facts = (
+        ("seatrial", report.seatrial),
+        ("device", report.device),
+        ("policy", report.policy),
+        ("time", report.took),
+        *report.environment,
+    )
     yield _bullets(f"{name}: {value}" for name, value in facts if value)
 
 

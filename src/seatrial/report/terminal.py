@@ -16,7 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from seatrial.model import Curve, Report, TrialCell
-from seatrial.report.data import FindingView, GrowthView, Pairs, ReportView, TrialView, loss_window, views
+from seatrial.report import words
+from seatrial.report.data import CheckView, FindingView, GrowthView, Pairs, ReportView, TrialView, loss_window, views
 
 _STYLE = {
     "accepted": "bold green",
@@ -52,9 +53,56 @@ def render(reports: Sequence[Report], console: Console) -> None:
     for report in shown:
         _one(paper, report)
     if len(shown) > 1:
-        paper.head("Summary")
-        rows = [((r.word.upper(), _STYLE[r.verdict]), r.candidate, _found(r)) for r in shown]
-        paper.table(("verdict", "candidate", "found"), rows)
+        _summary(paper, shown)
+
+
+def render_compact(reports: Sequence[Report], console: Console) -> None:
+    """Print a short table per candidate and the summary; everything else is for the page."""
+    paper = Paper(console)
+    shown = views(reports)
+    for report in shown:
+        _head(paper, report)
+        _verdicts_of_checks(paper, report)
+    _summary(paper, shown)
+    for heading, lines in (
+        ("Limits of these verdicts", [line for report in shown for line in report.limits]),
+        ("What the policy leaves out", [line for report in shown for line in report.policy_limits]),
+    ):
+        _lines(paper, heading, tuple(dict.fromkeys(lines)))
+
+
+def _verdicts_of_checks(paper: Paper, report: ReportView) -> None:
+    """A row per check that did not hold, with what it measured; the others are counted."""
+    rows: list[tuple[Cell, ...]] = [
+        (check.check, (check.word, _STYLE[check.outcome]), _in_short(report, check))
+        for check in report.checks
+        if check.outcome != "held"
+    ]
+    held = [check.check for check in report.checks if check.outcome == "held"]
+    if held:
+        rows.append(
+            (f"{words.count(len(held), 'check')}{' more' if rows else ''}", ("held", _STYLE["held"]), ", ".join(held))
+        )
+    paper.table(("check", "outcome", "measured"), rows)
+    if report.trial is not None:
+        paper.say(f"training: the candidate {report.trial.tally}", indent=2)
+
+
+def _in_short(report: ReportView, check: CheckView) -> str:
+    findings = (*report.objections, *report.unverified, *report.limited)
+    first = next((f for f in findings if f.check == check.check), None)
+    if first is None:
+        return check.summary
+    return dict(_evidence(first)).get("measured") or first.reason
+
+
+def _summary(paper: Paper, shown: Sequence[ReportView]) -> None:
+    paper.head("Summary")
+    rows = [((r.word.upper(), _STYLE[r.verdict]), r.candidate, _found(r), r.seconds) for r in shown]
+    paper.table(("verdict", "candidate", "found", "time"), rows)
+    whole = next((r.audit_seconds for r in shown if r.audit_seconds), "")
+    if whole:
+        paper.say(f"The whole audit took {whole}: start, control, planted faults and every candidate.", indent=2)
 
 
 def _found(report: ReportView) -> str:
@@ -144,7 +192,7 @@ def _style(cell: Cell) -> str:
     return "" if isinstance(cell, str) else cell[1]
 
 
-def _one(paper: Paper, report: ReportView) -> None:
+def _head(paper: Paper, report: ReportView) -> None:
     paper.console.print()
     paper.say(f"{report.word.upper()}: {report.candidate}", style=_STYLE[report.verdict])
     paper.say(report.headline, indent=2)
@@ -157,14 +205,20 @@ def _one(paper: Paper, report: ReportView) -> None:
         paper.say(f"grade {report.grade}" + (f": {report.grade_words}" if report.grade_words else ""), indent=2)
     if report.strength:
         paper.say(f"strength of the inputs: {report.strength}", indent=2)
+
+
+def _one(paper: Paper, report: ReportView) -> None:
+    _head(paper, report)
     _findings(paper, "Objections", report.objections)
     _findings(paper, "Limits found", report.limited)
     _findings(paper, "Not verified", report.unverified)
+    _lines(paper, "What this prevented", (report.prevented_words,) if report.prevented_words else ())
     _growth(paper, report.growth)
     _trial(paper, report.trial)
     _checks(paper, report)
     _lines(paper, "Noted", tuple(finding.reason for finding in report.noted))
-    _lines(paper, "What seatrial could not see", report.limits)
+    _lines(paper, "Limits of this verdict", report.limits)
+    _lines(paper, f"What policy {report.policy} leaves out", report.policy_limits)
     _lines(paper, "Oddities of the problem", report.oddities)
     _footer(paper, report)
 
@@ -232,9 +286,9 @@ def _lines(paper: Paper, heading: str, lines: Sequence[str]) -> None:
 def _footer(paper: Paper, report: ReportView) -> None:
     paper.head("Run it again")
     seeds = ", ".join(f"{name} {seed}" for name, seed in report.seeds)
-    took = f"took {report.seconds}" if report.seconds else ""
-    facts = (f"seeds {seeds}" if seeds else "", f"policy {report.policy}" if report.policy else "", report.device, took)
+    facts = (f"seeds {seeds}" if seeds else "", f"policy {report.policy}" if report.policy else "", report.device)
     paper.say(", ".join(fact for fact in facts if fact), indent=2)
+    paper.say(report.took, indent=2)
     if report.replay:
         paper.copyable(report.replay)
 

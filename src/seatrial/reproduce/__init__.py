@@ -1,7 +1,9 @@
 """Reproducers: every objection of a report as the smallest case that still shows it, in a file of its own.
 
 situations   from a finding back to the calls behind it
+nouns        the calls and the fault as they show it
 symptoms     do these calls still show it?
+wrong_values the same for values, by the honest floor
 shrink       the smallest calls that do
 standalone   the file: torch and the candidate, nothing of seatrial
 replay       `seatrial replay FILE`

@@ -16,8 +16,9 @@ from seatrial.errors import InfrastructureError, UsageError
 from seatrial.model import Candidate, OutputSlot, Problem, SourceFile, TensorSpec, Value, Workload
 from seatrial.policy import POLICIES, STANDARD
 from seatrial.reproduce.literals import tensor_of
+from seatrial.reproduce.nouns import KINDS, Situation
 from seatrial.reproduce.standalone import read
-from seatrial.reproduce.symptoms import KINDS, Situation, examine
+from seatrial.reproduce.symptoms import examine
 from seatrial.study import Clock, Study
 
 SECONDS = 600.0
@@ -25,10 +26,11 @@ SECONDS = 600.0
 
 @dataclass(frozen=True)
 class Replayed:
-    """Whether the fault still shows, in one sentence for a person."""
+    """Whether the fault still shows, in one sentence for a person; `case` says how much smaller the case became."""
 
     shows: bool
     words: str
+    case: str = ""
 
 
 def replay(path: Path, *, candidate: Path | None = None, entry_point: str | None = None, device: str = "") -> Replayed:
@@ -67,8 +69,22 @@ def replay(path: Path, *, candidate: Path | None = None, entry_point: str | None
     output = f" of `{told['SEATRIAL']['output']}`" if told["SEATRIAL"]["output"] else ""
     about = f"{told['SEATRIAL']['check']}{output} by {kernel.name}"
     if answer.symptom is None:
-        return Replayed(False, f"{about}: the fault no longer shows")
-    return Replayed(True, f"{about}: the fault shows: {answer.symptom.words}")
+        return Replayed(False, f"{about}: the fault no longer shows", _size(told))
+    return Replayed(True, f"{about}: the fault shows: {answer.symptom.words}", _size(told))
+
+
+def _size(told: dict[str, Any]) -> str:
+    """How far the case was shrunk; empty where the file holds no inputs."""
+    counts = told["SEATRIAL"].get("elements", {})
+    (here, telling), (before, told_before) = (counts.get(k, (0, 0)) for k in ("here", "in the audit"))
+    if not here:
+        return ""
+    if (here, telling) == (before, told_before):
+        return f"the case is that of the audit, not shrunk: inputs of {here:,} elements"
+    return (
+        f"the case was shrunk: inputs of {here:,} elements, {before:,} in the audit; {telling:,} of them differ from "
+        f"the commonest value of their tensor, {told_before:,} did in the audit"
+    )
 
 
 def _situation(told: dict[str, Any]) -> Situation:

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING
 
 from seatrial.errors import InfrastructureError, ProblemError
 from seatrial.model import Value
-from seatrial.reproduce.symptoms import Situation, Symptom, examine
+from seatrial.reproduce.nouns import Situation, Symptom
+from seatrial.reproduce.symptoms import examine
 
 if TYPE_CHECKING:
     from torch import Tensor

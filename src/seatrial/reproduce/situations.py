@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 from seatrial.checks import CHECKS
 from seatrial.checks.base import NotApplicable
 from seatrial.model import Finding, Value
-from seatrial.reproduce.symptoms import Situation, Symptom, examine
+from seatrial.reproduce.nouns import Situation, Symptom
+from seatrial.reproduce.symptoms import examine
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 from seatrial.errors import InfrastructureError, UsageError
 from seatrial.model import Candidate, Finding, OutputSlot, Problem, Value
 from seatrial.reproduce.literals import literal_of
+from seatrial.reproduce.nouns import Situation, Symptom
 from seatrial.reproduce.shrink import numel, weight
-from seatrial.reproduce.symptoms import Situation, Symptom
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,8 +58,7 @@ class Reproducer:
     @property
     def inputs(self) -> tuple[tuple[Value, ...], ...]:
         """Of every call, in the layout that it is made with."""
-        names = [s.name for s in self.problem.inputs]
-        return tuple(self.situation.inputs_of(names, call) for call in range(len(self.situation.calls)))
+        return tuple(self.situation.inputs_of(self.problem, call) for call in range(len(self.situation.calls)))
 
 
 def write(reproducer: Reproducer, path: Path) -> None:
