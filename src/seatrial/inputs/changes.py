@@ -24,6 +24,7 @@ MOST_KINDS = 1 << 20  # different ids of a Zipf draw; a range of hash values has
 FEW_ROWS = 4  # different rows of a draw with duplicates
 CONFIDENT = 12.0  # sigmas by which a confident model favours its answer
 EXCLUDED = -1e4  # of an additive mask: no exp of it is left in any dtype, and every dtype holds it
+SMALL_BIASES = (0.5, -0.5, -3.0)  # of an attention bias that is more than a mask; every dtype holds them
 FP8_LIMIT = 480.0  # just beyond 448, the largest e4m3 value
 
 # What implementations of rotary positions get wrong lies beyond these: 8 bits, short tests, fast-math sines.
@@ -121,6 +122,28 @@ def sentinel_per_row(values: Tensor, generator: Generator) -> Tensor:
     rows = (values.reshape(-1, values.shape[-1]) if values.dim() else values.reshape(1, 1)).clone()
     places = torch.randint(0, rows.shape[1], (rows.shape[0], 1), generator=generator)
     return rows.scatter_(1, places, SENTINEL * float(sigma_of(values))).reshape(values.shape)
+
+
+def covering(values: Tensor, generator: Generator) -> Tensor:
+    """Even rows: few elements at 256 to 512 sigma that together stand in every column; odd rows: a single one.
+
+    Whoever loses one element of a sum over a row changes it, in some row, by the share of one among few; whoever
+    rounds it, by the whole rounding of one.
+    """
+    rows = (values.reshape(-1, values.shape[-1]) if values.dim() else values.reshape(1, 1)).clone()
+    count, columns = rows.shape
+    covering_rows = torch.arange(0, count, 2 if count > 2 else 1)
+    turns = torch.arange(max(columns, covering_rows.numel()))
+    columns_in_turn = torch.randperm(columns, generator=generator)[turns % columns]
+    alone = torch.arange(count)
+    alone = alone[~torch.isin(alone, covering_rows)]
+    places = torch.randint(0, columns, alone.shape, generator=generator)
+    row = torch.cat([covering_rows[turns % covering_rows.numel()], alone])
+    column = torch.cat([columns_in_turn, places])
+    size = SENTINEL * sigma_of(values) * (1 + torch.rand(row.shape, generator=generator, dtype=values.dtype))
+    sign = torch.where(rows[row, column] < 0, -1.0, 1.0).to(values.dtype)
+    rows[row, column] = size * sign
+    return rows.reshape(values.shape)
 
 
 def sentinel_at_end(values: Tensor, generator: Generator) -> Tensor:
@@ -308,6 +331,13 @@ def prefix_mask(mask: Tensor, values: TwoValues, generator: Generator) -> Tensor
 def suffix_mask(mask: Tensor, values: TwoValues, generator: Generator) -> Tensor:
     """Every row keeps a suffix of its own length: padding on the left."""
     return prefix_mask(mask, values, generator).flip(-1) if mask.dim() else mask
+
+
+def graded_bias(mask: Tensor, values: TwoValues, generator: Generator) -> Tensor:
+    """Of an additive mask: half of the elements become one of a few small finite numbers, in no pattern."""
+    graded = torch.tensor(SMALL_BIASES)[torch.randint(0, len(SMALL_BIASES), mask.shape, generator=generator)]
+    kept = torch.rand(mask.shape, generator=generator) < 0.5
+    return torch.where(kept, mask, graded.to(mask.dtype))
 
 
 def empty_row(mask: Tensor, values: TwoValues, generator: Generator) -> Tensor:
