@@ -25,6 +25,7 @@ FEW_ROWS = 4  # different rows of a draw with duplicates
 CONFIDENT = 12.0  # sigmas by which a confident model favours its answer
 EXCLUDED = -1e4  # of an additive mask: no exp of it is left in any dtype, and every dtype holds it
 SMALL_BIASES = (0.5, -0.5, -3.0)  # of an attention bias that is more than a mask; every dtype holds them
+MOST_STEPS = 24  # from a bfloat16 number to one whose square rounds as wanted: none is further off than 16
 FP8_LIMIT = 480.0  # just beyond 448, the largest e4m3 value
 
 # What implementations of rotary positions get wrong lies beyond these: 8 bits, short tests, fast-math sines.
@@ -125,25 +126,31 @@ def sentinel_per_row(values: Tensor, generator: Generator) -> Tensor:
 
 
 def covering(values: Tensor, generator: Generator) -> Tensor:
-    """Even rows: few elements at 256 to 512 sigma that together stand in every column; odd rows: a single one.
+    """As few elements a row as together stand in every column, at 256 to 512 sigma, one at least.
 
-    Whoever loses one element of a sum over a row changes it, in some row, by the share of one among few; whoever
-    rounds it, by the whole rounding of one.
+    Whoever loses one element of a sum over a row changes it, in some row, by the share of one among few.
     """
     rows = (values.reshape(-1, values.shape[-1]) if values.dim() else values.reshape(1, 1)).clone()
     count, columns = rows.shape
-    covering_rows = torch.arange(0, count, 2 if count > 2 else 1)
-    turns = torch.arange(max(columns, covering_rows.numel()))
-    columns_in_turn = torch.randperm(columns, generator=generator)[turns % columns]
-    alone = torch.arange(count)
-    alone = alone[~torch.isin(alone, covering_rows)]
-    places = torch.randint(0, columns, alone.shape, generator=generator)
-    row = torch.cat([covering_rows[turns % covering_rows.numel()], alone])
-    column = torch.cat([columns_in_turn, places])
+    turns = torch.arange(max(columns, count))
+    row, column = turns % count, torch.randperm(columns, generator=generator)[turns % columns]
     size = SENTINEL * sigma_of(values) * (1 + torch.rand(row.shape, generator=generator, dtype=values.dtype))
-    sign = torch.where(rows[row, column] < 0, -1.0, 1.0).to(values.dtype)
-    rows[row, column] = size * sign
+    rows[row, column] = torch.where(rows[row, column] < 0, -size, size)
     return rows.reshape(values.shape)
+
+
+def leaning_squares(values: Tensor, generator: Generator) -> Tensor:
+    """The next larger bfloat16 numbers whose squares round up in bfloat16, by a quarter ulp or more.
+
+    Such roundings do not cancel in a sum of squares: whoever squares in bfloat16 is off by their mean.
+    """
+    chosen = values.bfloat16().to(values.dtype)
+    for _ in range(MOST_STEPS):
+        square = chosen.square()
+        ulp = 2.0 ** (square.clamp(min=2.0**-100).log2().floor() - 7)
+        fits = square.bfloat16().to(values.dtype) - square >= 0.25 * ulp
+        chosen = torch.where(fits, chosen, (chosen * (1 + 2.0**-7)).bfloat16().to(values.dtype))
+    return chosen
 
 
 def sentinel_at_end(values: Tensor, generator: Generator) -> Tensor:

@@ -81,7 +81,8 @@ def _all(plan: _Plan) -> tuple[Recipe | None, ...]:
         plan.positions("long-positions", "{} of a long context", c.telling_positions),
         plan.floats("sentinel-per-row", "one element of each row of {} at 256 sigma", signals, c.sentinel_per_row),
         plan.floats("sentinel-at-end", "the end of {} far larger than the rest", signals, c.sentinel_at_end),
-        *plan.one_covered(),
+        *plan.loud("covered", "large elements in every column of {}", c.covering),
+        *plan.loud("leaning", "squares of {} that all round up in bfloat16", c.leaning_squares, "bfloat16"),
         plan.biases("graded-bias", "other small values in {} than its own two"),
         plan.tiny_beside_eps("tiny-other-eps", "{} times 2^-10, {} times 16"),
         *plan.constants_again("varied-constants-again", "{} no longer constant, another draw"),
@@ -229,22 +230,23 @@ class _Plan:
         one_each = [self.constants(f"varied-{n}", "{} alone no longer constant", n, repeats=True) for n in alone]
         return [self.constants(name, words, repeats=True), *one_each]
 
-    def one_covered(self) -> list[Recipe | None]:
-        """Per signal: large elements in every column of it, while the other signals are next to nothing."""
+    def loud(self, name: str, words: str, change: Change, dtype: str = "") -> list[Recipe]:
+        """Per signal (of this dtype, if one is given): it is changed, while the other signals are next to nothing."""
 
         def apply_to(loud: str) -> Callable[[Inputs, int], dict[str, Value]]:
             quiet = tuple(n for n in self.signals if n != loud)
 
             def apply(inputs: Inputs, seed: int) -> dict[str, Value]:
                 generator = Generator().manual_seed(seed)
-                covered = _change_floats(inputs, (loud,), changes.covering, generator)
-                return _change_floats(covered, quiet, changes.scaled(2.0**-10), generator)
+                changed = _change_floats(inputs, (loud,), change, generator)
+                return _change_floats(changed, quiet, changes.scaled(2.0**-10), generator)
 
             return apply
 
-        chosen = self.signals[:MOST_ALONE]
-        beside = " and the other signals times 2^-10" if len(self.signals) > 1 else ""
-        return [Recipe(f"covered-{n}", f"large elements in every column of {n}{beside}", apply_to(n)) for n in chosen]
+        declared = {spec.name: spec.dtype for spec in self._problem.inputs}
+        chosen = [n for n in self.signals if dtype in ("", declared[n])][:MOST_ALONE]
+        beside = ", the other signals next to nothing" if len(self.signals) > 1 else ""
+        return [Recipe(f"{name}-{n}", words.format(n) + beside, apply_to(n)) for n in chosen]
 
     def tiny_beside_eps(self, name: str, words: str) -> Recipe | None:
         """Signals so small that an epsilon decides, and that epsilon at another value than the declared one."""
