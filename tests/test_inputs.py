@@ -693,9 +693,18 @@ def test_an_additive_mask_of_two_values_holds_small_numbers_too_unless_the_refer
     recipe = offered(lambda s: given, reference_source=adds)["graded-bias"]
     changed = tensor(recipe.apply(given, 1), name)
     assert set(changed.unique().tolist()) == {low, -3.0, -0.5, 0.0, 0.5} and recipe.risky
-    for asks in (f"{name} == 0", f"{name} < -1", f"{name}.bool()", f"torch.isinf({name})", f"{name} >= 0"):
+    for asks in (
+        f"{name} == 0",
+        f"{name} < -1",
+        f"{name}.bool()",
+        f"torch.isinf({name})",
+        f"{name} >= 0",
+        f"0 > {name}",
+    ):
         compares = f"def run(x, {name}):\n    return torch.where({asks}, x, 0)\n"
         assert "graded-bias" not in offered(lambda s: given, reference_source=compares), asks
+    keyword = f"def run(x, {name}):\n    return attention(x, x, x, attn_mask={name})\n"
+    assert "graded-bias" in offered(lambda s: given, reference_source=keyword)
     causal: dict[str, Value] = {"x": torch.randn(16, 16), name: torch.full((16, 16), low).triu(1)}
     assert "graded-bias" not in offered(lambda s: causal, reference_source=adds), "what lies above it may be skipped"
     bias: dict[str, Value] = {"x": torch.randn(16, 16), name: torch.where(torch.randn(16, 16) > 0, 0.0, -1.0)}

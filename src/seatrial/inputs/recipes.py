@@ -497,7 +497,7 @@ def _is_additive(values: TwoValues | None) -> bool:
 
 def _is_compared(name: str, source: str) -> bool:
     """Whether the reference asks which of its values an input holds: it is then a mask, and no number."""
-    asks = rf"\b{name}\s*[<>=!]=|\b{name}\s*[<>]|[<>=]=?\s*{name}\b\s*[\]):]"
+    asks = rf"\b{name}\s*(?:[<>]|[=!]=)|(?:[<>]=?|[=!]=)\s*{name}\b"
     casts = rf"\b{name}\.(bool\(|isinf|isneginf|eq\(|ne\(|lt\(|gt\(|le\(|ge\(|to\(torch\.bool)"
     functions = rf"\b(isinf|isneginf|isfinite|logical_not|eq|ne|lt|gt|le|ge|bool)\(\s*{name}\b"
     return re.search(f"{asks}|{casts}|{functions}|~{name}\\b", source) is not None
