@@ -24,10 +24,14 @@ def problem_of(example: Example) -> Problem:
         return tuple(lengths.get(n, str(n)) for n in tensor.shape)
 
     def spec(name: str, tensor: Any) -> TensorSpec:
+        if isinstance(tensor, float):
+            return TensorSpec(name, None, "float32")
         return TensorSpec(name, shape(tensor), str(tensor.dtype).removeprefix("torch."))
 
     def draw(workload: Workload, seed: int, device: str) -> dict[str, Any]:
-        return {k: v.to(device) for k, v in inputs["make"](seed, **workload.axes).items()}
+        return {
+            k: v if isinstance(v, float) else v.to(device) for k, v in inputs["make"](seed, **workload.axes).items()
+        }
 
     counts = max((len(sizes) for sizes in axes.values()), default=1)
     workloads = tuple(

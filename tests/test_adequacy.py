@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 from tests.sources import problem_of
 
+import seatrial.study as studies
 from seatrial import cli
 from seatrial.adequacy.aim import FORMS, Aim, first_aims
 from seatrial.adequacy.carry import carried_matmul, carried_scatter, carried_sum, toward_zero
@@ -204,7 +207,7 @@ def test_a_survivor_is_hunted_and_what_kills_it_becomes_an_input_of_the_audit() 
     study.__dict__["recipes"] = {"declared": study.recipes["declared"]}  # an audit without any recipe
     court = Court(study)
     fate = Fate(next(m for m in chosen_mutants(study, 50) if "tanh" in m.words and m.name.startswith("no-operation")))
-    court.meet_policy(fate, Budget(AMPLE))
+    court.meet_policy([fate], Budget(AMPLE))
     assert fate.alive and fate.survived
     helpful = harden(court, [fate], Budget(AMPLE))
     assert not fate.alive
@@ -281,3 +284,79 @@ def test_an_audit_without_fitted_inputs_or_without_mutants_says_that_nothing_was
     none = replace(QUICK, mutants=0)
     study = Study(study.problem, none, study.device, 1)
     assert "plants no faults" in measured_adequacy(study, selected((), ()), replace(options, policy=none)).sentence
+
+
+# -- inputs that the measured problems lacked ---------------------------------------------------------
+
+POST_NORM = """import torch
+
+def run(x, residual, weight, eps):
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return residual + (weight.float() * wide).bfloat16()
+"""
+POST_NORM_INPUTS = """import torch
+
+AXES = {'rows': [128, 256]}
+
+def make(seed, rows=128):
+    g = torch.Generator().manual_seed(seed)
+    x, residual = (torch.randn(rows, 2048, generator=g).bfloat16() for _ in range(2))
+    return {'x': x, 'residual': residual, 'weight': torch.randn(2048, generator=g).bfloat16(), 'eps': 1e-6}
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "recipe"),
+    [
+        ("leaves out one element of all (mean)", "covered-x"),
+        ("leaves out the last element (mean)", "covered-x"),
+        ("rounds the result of pow to bfloat16", "leaning-x"),
+        ("has eps = 1e-06 compiled in", "tiny-other-eps"),
+    ],
+)
+def test_faults_of_a_long_mean_beside_a_residual_die_without_a_hunt(words: str, recipe: str) -> None:
+    study = Study(problem_of(Example(POST_NORM, POST_NORM_INPUTS, POST_NORM)), STANDARD, pick("cpu"), 3)
+    court = Court(study)
+    case = study.case(study.middle, recipe)
+    assert recipe in study.tried_recipes and court.is_fair(case), "the reference as it is passes"
+    fates = [Fate(m) for m in chosen_mutants(study, 400) if m.words.startswith(words)]
+    assert fates and all(court.meet(fate, case) for fate in fates)
+    declared = study.case(study.middle, draw=2)
+    assert not any(court.meet(Fate(fate.mutant), declared) for fate in fates), "the declared inputs do not show it"
+
+
+def test_each_case_is_prepared_once_however_many_mutants_meet_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    study = small_study("import torch\n\ndef run(x):\n    return torch.tanh(x.float()).sum(-1)\n", rows_of())
+    monkeypatch.setattr(studies, "CACHE_BYTES", 1)  # nothing but the newest is kept
+    court = Court(study)
+    judged: list[object] = []
+    whole = study.judge
+
+    def counting(case: studies.Case, outputs: Sequence[torch.Tensor]) -> object:
+        judged.append(case.key)
+        return whole(case, outputs)
+
+    monkeypatch.setattr(study, "judge", counting)
+    monkeypatch.setattr(court, "_effect", lambda *given: 1.0)
+    fates = [Fate(replace(Mutant("none", "changes nothing"), name=f"none {i}")) for i in range(3)]
+    fates += [Fate(m) for m in chosen_mutants(study, 50) if m.is_rounding or m.is_carry]
+    court.meet_policy(fates, Budget(AMPLE))
+    changes = sum(a != b for a, b in pairwise(judged))
+    assert len(judged) > len(set(judged)) >= 4 and changes == len(set(judged)) - 1
+
+
+def test_a_length_compiled_in_dies_on_either_axis_with_few_sizes() -> None:
+    inputs = (
+        "import torch\n\nAXES = {'rows': [8, 256], 'depth': [5, 96]}\n\ndef make(seed, rows=8, depth=5):\n"
+        "    g = torch.Generator().manual_seed(seed)\n    return {'x': torch.randn(rows, depth, 32, generator=g)}\n"
+    )
+    reference = "def run(x):\n    return x * 2 + 1\n"
+    problem = problem_of(Example(reference, inputs, reference))
+    assert problem.var_axes == ("rows", "depth")
+    study = Study(problem, replace(QUICK, sizes=1), pick("cpu"), 3)
+    court = Court(study)
+    fates = [Fate(m) for m in chosen_mutants(study, 50) if m.axis]
+    court.meet_policy(fates, Budget(AMPLE))
+    assert {f.mutant.axis for f in fates if not f.alive} == {"rows", "depth"}
+    assert all(court.is_fair(study.case(w)) for w in study.outside_sizes())

@@ -17,7 +17,7 @@ from seatrial.inputs.changes import zipf
 from seatrial.inputs.domain import are_free_ids, is_structured, keep_domain
 from seatrial.inputs.recipes import Recipe, recipes
 from seatrial.inputs.roles import Role, roles
-from seatrial.inputs.sizes import elements, find_relations, other_sizes
+from seatrial.inputs.sizes import elements, find_relations, other_sizes, sizes_beyond
 from seatrial.model import InputRule, Problem, TensorSpec, Value, Workload
 
 SAMPLES = Path(__file__).parent / "samples" / "sol_execbench"
@@ -60,7 +60,7 @@ MASKING = {"half-masked", "few-kept", "padded", "left-padded", "one-row-masked"}
 UNTOUCHED: dict[str, set[str]] = {  # input -> the recipes that are made for it
     "weight": set(),
     "cu_seqlens": set(),
-    "attn_mask": MASKING,
+    "attn_mask": MASKING | {"graded-bias"},
     "keep": MASKING,
     "rstd": set(),
     "cos": set(),
@@ -451,6 +451,22 @@ def test_a_larger_size_than_any_listed_is_among_the_first() -> None:
     assert {33, 1, 129, 515} <= {w.axes["rows"] for w in found}
 
 
+def test_every_axis_goes_beyond_its_list_alone_however_few_sizes_are_tried() -> None:
+    problem = sized([{"rows": n, "columns": m} for n, m in ((8, 64), (64, 128), (500, 500))])
+    for count in (0, 1, 3, 6):
+        tried = other_sizes(problem, count=count, seed=1, ceiling_elements=1 << 21)
+        every = (*tried, *sizes_beyond(problem, tried, ceiling_elements=1 << 21))
+        assert any(w.axes["rows"] > 500 and w.axes["columns"] <= 500 for w in every), count
+        assert any(w.axes["columns"] > 500 and w.axes["rows"] <= 500 for w in every), count
+        assert len(every) <= count + 2
+    added = sizes_beyond(problem, (), ceiling_elements=1 << 21)
+    assert [tuple(w.axes.values()) for w in added] == [(501, 64), (8, 501)], "the smallest workload's other lengths"
+    assert sizes_beyond(problem, added, ceiling_elements=1 << 21) == ()
+    assert sizes_beyond(problem, (), ceiling_elements=100) == ()
+    assert sizes_beyond(sized([{"rows": 8}], resizable=False), (), ceiling_elements=1 << 21) == ()
+    assert [w.axes for w in sizes_beyond(sized([{"even": 8}]), (), ceiling_elements=1 << 21)] == [{"even": 16}]
+
+
 def test_sizes_that_do_not_resolve_are_left_out() -> None:
     found = other_sizes(sized([{"even": 8}, {"even": 64}]), count=6, seed=0, ceiling_elements=1 << 20)
     assert found and all(w.axes["even"] % 2 == 0 for w in found)
@@ -630,3 +646,78 @@ def test_what_the_declared_draw_holds_constant_varies_by_whatever_name() -> None
     assert int(tensor(varied, "zeros").max()) > 0 and tensor(varied, "zeros").dtype == torch.int8
     assert 1 <= int(tensor(varied, "seq_lens").min()) < int(tensor(varied, "seq_lens").max()) <= 64
     assert ways["larger-scalars"].apply(flat, 1)["p"] == 0.1
+
+
+def test_a_second_draw_of_the_constants_differs_and_each_varies_alone() -> None:
+    flat: dict[str, Value] = {"x": torch.randn(9, 8), "a": torch.ones(8), "b": torch.zeros(8)}
+    ways = offered(lambda s: flat)
+    first, second = (
+        ways[name].apply(flat, seed) for seed, name in ((1, "varied-constants"), (2, "varied-constants-again"))
+    )
+    assert all(not same(first[n], second[n]) and not same(second[n], flat[n]) for n in ("a", "b"))
+    for alone, other in (("a", "b"), ("b", "a")):
+        changed = ways[f"varied-{alone}"].apply(flat, 1)
+        assert not same(changed[alone], flat[alone]) and same(changed[other], flat[other])
+    assert all(r.repeats == (n in {"varied-constants-again", "varied-a", "varied-b"}) for n, r in ways.items())
+    many: dict[str, Value] = {"x": torch.randn(9, 8), **{f"c{i}": torch.ones(8) for i in range(9)}}
+    assert sum(name.startswith("varied-c") and name[8:].isdigit() for name in offered(lambda s: many)) == 4
+    one: dict[str, Value] = {"x": torch.randn(9, 8), "a": torch.ones(8)}
+    assert "varied-a" not in offered(lambda s: one), "it would be the second draw once more"
+
+
+@pytest.mark.parametrize("shape", [(128, 300), (3, 40), (2, 16), (1, 16), (40, 3), (24,)])
+def test_every_column_holds_one_of_few_large_elements_in_some_row(shape: tuple[int, ...]) -> None:
+    given: dict[str, Value] = {"x": torch.randn(*shape), "residual": torch.randn(*shape)}
+    changed = offered(lambda s: given)["covered-x"].apply(given, 1)
+    large = tensor(changed, "x").reshape(-1, shape[-1]).abs() > 150
+    assert bool(large.any(0).all()) and bool(large.any(1).all())
+    assert int(large.sum(1).max()) <= -(-shape[-1] // large.shape[0])
+    assert torch.equal(tensor(changed, "residual"), tensor(given, "residual") * 2.0**-10)
+
+
+def test_an_epsilon_changes_where_the_signals_are_tiny() -> None:
+    given: dict[str, Value] = {"x": torch.randn(9, 8), "eps": 1e-6}
+    changed = offered(lambda s: given)["tiny-other-eps"].apply(given, 1)
+    assert torch.equal(tensor(changed, "x"), tensor(given, "x") * 2.0**-10) and changed["eps"] == 16e-6
+    assert "tiny-other-eps" not in offered(lambda s: {"x": torch.randn(9, 8)})
+
+
+@pytest.mark.parametrize("low", [-1e4, float("-inf")])
+@pytest.mark.parametrize("name", ["attn_bias", "attn_mask"])
+def test_an_additive_mask_of_two_values_holds_small_numbers_too_unless_the_reference_compares_it(
+    name: str, low: float
+) -> None:
+    random = torch.where(torch.randn(16, 16) > 0, 0.0, low)
+    given: dict[str, Value] = {"x": torch.randn(16, 16), name: random}
+    adds = f"def run(x, {name}):\n    return x + {name}\n"
+    recipe = offered(lambda s: given, reference_source=adds)["graded-bias"]
+    changed = tensor(recipe.apply(given, 1), name)
+    assert set(changed.unique().tolist()) == {low, -3.0, -0.5, 0.0, 0.5} and recipe.risky
+    for asks in (
+        f"{name} == 0",
+        f"{name} < -1",
+        f"{name}.bool()",
+        f"torch.isinf({name})",
+        f"{name} >= 0",
+        f"0 > {name}",
+    ):
+        compares = f"def run(x, {name}):\n    return torch.where({asks}, x, 0)\n"
+        assert "graded-bias" not in offered(lambda s: given, reference_source=compares), asks
+    keyword = f"def run(x, {name}):\n    return attention(x, x, x, attn_mask={name})\n"
+    assert "graded-bias" in offered(lambda s: given, reference_source=keyword)
+    causal: dict[str, Value] = {"x": torch.randn(16, 16), name: torch.full((16, 16), low).triu(1)}
+    assert "graded-bias" not in offered(lambda s: causal, reference_source=adds), "what lies above it may be skipped"
+    bias: dict[str, Value] = {"x": torch.randn(16, 16), name: torch.where(torch.randn(16, 16) > 0, 0.0, -1.0)}
+    assert "graded-bias" not in offered(lambda s: bias, reference_source=adds)
+
+
+def test_squares_that_would_cancel_lean_one_way_in_a_bfloat16_input_and_in_no_other() -> None:
+    x = torch.randn(64, 96).bfloat16()
+    given: dict[str, Value] = {"x": x, "y": torch.randn(64, 96)}
+    ways = offered(lambda s: given)
+    changed = tensor(ways["leaning-x"].apply(given, 1), "x").double()
+    off = (changed.square().bfloat16().double() - changed.square()) / changed.square()
+    assert bool((off > 0).all()) and float(off.mean()) > 2.0**-9
+    assert abs(float(((x.double().square().bfloat16().double() / x.double().square()) - 1).mean())) < 2.0**-11
+    assert float((changed / x.double() - 1).abs().max()) < 0.25
+    assert "leaning-y" not in ways and "covered-y" in ways

@@ -94,14 +94,17 @@ def _constant_inputs(study: Study, findings: Sequence[Finding]) -> list[str]:
     if not any(f.check == "fitted-inputs" for f in findings):
         return []
     try:
-        names = study.never_varied
+        names, pairs = study.never_varied, study.varied_between_two
     except InfrastructureError:
         return []  # the inputs cannot be drawn here, which is a finding already
-    return (
-        [f"{', '.join(f'`{n}`' for n in names)} held one value in every input tried: a kernel that ignores it passes"]
-        if names
-        else []
-    )
+    limits = [
+        f"`{name}` held only {low:g} and {high:g} in every input tried: a kernel that takes it for a mask passes"
+        for name, (low, high) in pairs.items()
+    ]
+    if names:
+        shown = ", ".join(f"`{n}`" for n in names)
+        limits.insert(0, f"{shown} held one value in every input tried: a kernel that ignores it passes")
+    return limits
 
 
 def _plants_faults(policy: Policy) -> bool:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from seatrial.errors import InfrastructureError, ProblemError
 from seatrial.inputs.recipes import Recipe, recipes
-from seatrial.inputs.sizes import other_sizes
+from seatrial.inputs.sizes import other_sizes, sizes_beyond
 from seatrial.model import Candidate, Growth, OutputSlot, Problem, SourceFile, Value, Workload
 from seatrial.policy import Policy
 
@@ -109,7 +109,13 @@ class Study:
     @cached_property
     def recipes(self) -> dict[str, Recipe]:
         """Input recipes of this problem by name, most likely to expose a fault first; `adopt` adds to them."""
-        return {r.name: r for r in recipes(self.problem, self.trace.index_ranges)}
+        offered = recipes(self.problem, self.trace.index_ranges)
+        return {r.name: r for r in offered if not r.repeats or self.is_cheap}
+
+    @property
+    def is_cheap(self) -> bool:
+        """True when a call of the middle workload costs next to nothing."""
+        return self.elements(self.middle) <= SMALL_ELEMENTS
 
     @property
     def tried_recipes(self) -> list[str]:
@@ -119,8 +125,14 @@ class Study:
 
     def recipes_of(self, policy: Policy) -> list[str]:
         """Names of the recipes that a policy tries; four times as many where a call costs next to nothing."""
-        allowed = policy.recipes * (4 if self.elements(self.middle) <= SMALL_ELEMENTS else 1)
+        allowed = policy.recipes * (4 if self.is_cheap else 1)
         return [n for n in self.recipes if n != "declared" and not n.startswith(AIMED)][:allowed]
+
+    @property
+    def drawn_cases(self) -> list[Case]:
+        """One case per recipe that this policy tries; a risky one only where the reference defines it."""
+        cases = [self.case(self.middle, name) for name in self.tried_recipes]
+        return [case for case in cases if not self.recipes[case.recipe].risky or self.is_defined(case)]
 
     def adopt(self, recipe: Recipe) -> None:
         """Have the checks use one more recipe."""
@@ -156,19 +168,27 @@ class Study:
     @cached_property
     def never_varied(self) -> list[str]:
         """Tensor inputs that hold one value in the declared draw and in every recipe that this policy tries."""
-        from torch import Tensor
+        return sorted(n for n, values in self._few_valued.items() if len(values) == 1)
 
-        case = self.case(self.smallest)
-        drawn = {s.name: v for s, v in zip(self.problem.inputs, self.inputs(case), strict=True)}
-        flat = {
-            n
-            for n, v in drawn.items()
-            if isinstance(v, Tensor) and v.numel() > 1 and bool((v == v.reshape(-1)[0]).all())
-        }
-        for name in self.tried_recipes if flat else []:
-            changed = self.recipes[name].apply(drawn, 0)
-            flat = {n for n in flat if changed[n] is drawn[n] or bool((changed[n] == drawn[n]).all())}  # type: ignore[union-attr]
-        return sorted(flat)
+    @cached_property
+    def varied_between_two(self) -> dict[str, tuple[float, float]]:
+        """Float inputs that hold the same two values, lower first, in the declared draw and in every recipe tried."""
+        floats = {s.name for s in self.problem.inputs if s.dtype.startswith(("float", "bfloat"))}
+        pairs = {n: sorted(v) for n, v in self._few_valued.items() if len(v) == 2 and n in floats}
+        return {n: (low, high) for n, (low, high) in sorted(pairs.items())}
+
+    @cached_property
+    def _few_valued(self) -> dict[str, set[float]]:
+        """Tensor inputs that hold one or two values in the declared draw, and no other in any recipe tried."""
+        drawn = self._by_name(self.case(self.smallest))
+        few = {n: found for n, v in drawn.items() if (found := _one_or_two_values(v))}
+        for case in self.drawn_cases if few else []:
+            changed = self.recipes[case.recipe].apply(drawn, 0)
+            few = {n: known for n, known in few.items() if changed[n] is drawn[n] or _holds_only(changed[n], known)}
+        return few
+
+    def _by_name(self, case: Case) -> dict[str, Value]:
+        return {s.name: v for s, v in zip(self.problem.inputs, self.inputs(case), strict=True)}
 
     def outside_sizes(self) -> tuple[Workload, ...]:
         """Workloads at sizes that the problem does not list."""
@@ -180,7 +200,8 @@ class Study:
             seed=self.seed_for("sizes"),
             ceiling_elements=min(ceiling, max(2 * largest + 1024, SMALL_ELEMENTS)),
         )
-        return (*others, *self.extra_sizes)
+        beyond = sizes_beyond(self.problem, others, ceiling_elements=ceiling)
+        return (*others, *beyond, *self.extra_sizes)
 
     def _afford(self, workload: Workload) -> None:
         """Raises TooLarge before this machine runs out of memory: the operating system would kill us without a word."""
@@ -427,9 +448,15 @@ class Study:
 
     def _judge_native(self, case: Case) -> bool:
         try:
-            return any(r.passed is False for r in self.judge(case, self.native(case)))
+            return any(r.passed is False for r in self._native_reports(case))
         except InfrastructureError:
             return False
+
+    def _native_reports(self, case: Case) -> tuple[OutputReport, ...]:
+        return self._cached(("native reports", case.key), lambda: self.judge(case, self.native(case)))
+
+    def _native_graded(self, case: Case) -> Graded:
+        return self._cached(("native graded", case.key), lambda: self.graded(case, self.native(case)))
 
     def excuses(self, case: Case, outputs: Sequence[Tensor]) -> list[bool]:
         """Per output: no worse than a native reference that falls short itself, and bounded.
@@ -440,8 +467,8 @@ class Study:
         """
         from seatrial.numerics.envelope import no_worse_than
 
-        native, candidate = self.graded(case, self.native(case)), self.graded(case, outputs)
-        beside = zip(self.judge(case, outputs), self.judge(case, self.native(case)), strict=True)
+        native, candidate = self._native_graded(case), self.graded(case, outputs)
+        beside = zip(self.judge(case, outputs), self._native_reports(case), strict=True)
         return [
             no_worse_than(_only(native, i), _only(candidate, i))
             or (self._native_is_bounded(case, own.name) and _as_near_as(own, theirs))
@@ -454,7 +481,7 @@ class Study:
         if found is not None:
             return not found.unbounded and (found.bits is None or found.bits >= WIDE_BITS)
         declared = self.case(case.workload, draw=2)
-        reports = {r.name: r.passed for r in self.judge(declared, self.native(declared))}
+        reports = {r.name: r.passed for r in self._native_reports(declared)}
         return case.recipe != "declared" and reports[output] is True
 
     def graded(self, case: Case, outputs: Sequence[Tensor]) -> Graded:
@@ -644,6 +671,22 @@ def _same(a: Value, b: Value) -> bool:
 def _only(graded: Graded, i: int) -> Graded:
     one = slice(i, i + 1)
     return replace(graded, names=graded.names[one], grades=graded.grades[one], reports=graded.reports[one])
+
+
+def _one_or_two_values(value: Value) -> set[float]:
+    """The different values of a tensor of several elements; empty when there are more than two, or NaN."""
+    import torch
+
+    if not isinstance(value, torch.Tensor) or value.numel() < 2 or value.is_complex():
+        return set()
+    flat = value.reshape(-1).to(torch.float64 if value.is_floating_point() else torch.int64)
+    low, high = flat.min(), flat.max()
+    return {float(low), float(high)} if bool(((flat == low) | (flat == high)).all()) else set()
+
+
+def _holds_only(value: Value, known: set[float]) -> bool:
+    found = _one_or_two_values(value)
+    return bool(found) and found <= known
 
 
 def _bytes_of(value: Any) -> int:

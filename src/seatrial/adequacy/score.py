@@ -1,6 +1,6 @@
 """The score: which planted faults an audit's own cases expose, judged as the checks judge a candidate.
 
-Each mutant meets the cases of the policy, those that exposed most so far first, until one exposes it. One that lives
+The mutants meet the cases of the policy, case by case, each until one exposes it. One that lives
 is hunted with further recipes and with inputs aimed at it; what exposes it becomes a recipe of the audit. Everything
 follows from the master seed; only the time budget, where it cuts the work short, does not.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -80,9 +80,7 @@ def measure(study: Study, budget_s: float, *, mutants: int, benchmark: bool = Fa
     court = Court(study)
     fates = [Fate(m) for m in chosen_mutants(study, mutants)]
     first = Budget(budget_s * (1 - SHARE_OF_HARDENING))
-    for most in (BEFORE_PROBES, None):  # every mutant meets some cases before any meets all
-        for fate in fates:
-            court.meet_policy(fate, first, most=most)
+    court.meet_policy(fates, first)
     tried = [f for f in fates if f.by or f.survived]
     extra = harden(court, [f for f in tried if f.alive], budget)
     nulls = court.living_nulls()
@@ -172,23 +170,24 @@ class Court:
     def __init__(self, study: Study) -> None:
         self.study = study
         self.names = [s.name for s in study.problem.outputs]
-        self.kills: Counter[tuple[object, ...]] = Counter()
         self._fair: dict[tuple[object, ...], bool] = {}
         self._seconds_per_element = 0.0
 
-    def meet_policy(self, fate: Fate, budget: Budget, *, most: int | None = None) -> None:
-        """Let a mutant meet cases of the policy that it has not met, at most so many, until one exposes it."""
-        cases = sorted(self.policy_cases, key=lambda c: -self.kills[c.key])
-        met = 0
-        for case in cases:
-            if not fate.alive or met == most or budget.left <= 0:
-                return
-            if case.key in fate.survived or not self.affords(case, budget) or not self.is_fair(case):
-                continue
-            self.meet(fate, case)
-            met += 1
-            if fate.alive and fate.mutant.is_carry and len(fate.survived) == BEFORE_PROBES:
-                self._probes_expose(fate)
+    def meet_policy(self, fates: Sequence[Fate], budget: Budget) -> None:
+        """Let the mutants meet the cases of the policy, each until one exposes it.
+
+        Case by case: all that is known of one (its inputs, its honest samples) is made once and may then be forgotten,
+        and no mutant meets all cases before every one has met some.
+        """
+        for case in self.policy_cases:
+            for fate in (f for f in fates if f.alive):
+                if budget.left <= 0:
+                    return
+                if not self.affords(case, budget) or not self.is_fair(case):
+                    break
+                self.meet(fate, case)
+                if fate.alive and fate.mutant.is_carry and len(fate.survived) == BEFORE_PROBES:
+                    self._probes_expose(fate)
 
     @property
     def policy_cases(self) -> list[Case]:
@@ -239,7 +238,6 @@ class Court:
                 fate.effect = max(fate.effect, self._effect(fate.mutant, case, outputs))
             fate.survived.add(case.key)
             return False
-        self.kills[case.key] += 1
         return True
 
     def outputs(self, mutant: Mutant, case: Case) -> tuple[Tensor, ...] | None:

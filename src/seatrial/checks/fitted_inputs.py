@@ -26,8 +26,7 @@ TITLE = "values on inputs of other distributions"
 
 def plan(study: Study) -> Sequence[Job] | NotApplicable:
     """The recipes of this problem's roles, most likely to expose a fault first."""
-    cases = [study.case(study.middle, name) for name in study.tried_recipes]
-    cases = [case for case in cases if not study.recipes[case.recipe].risky or study.is_defined(case)]
+    cases = study.drawn_cases
     if not cases:
         return NotApplicable("no input of this problem may be drawn differently")
     return tuple(Job(f"inputs {case.recipe}", (case,)) for case in cases)

@@ -24,6 +24,8 @@ MOST_KINDS = 1 << 20  # different ids of a Zipf draw; a range of hash values has
 FEW_ROWS = 4  # different rows of a draw with duplicates
 CONFIDENT = 12.0  # sigmas by which a confident model favours its answer
 EXCLUDED = -1e4  # of an additive mask: no exp of it is left in any dtype, and every dtype holds it
+SMALL_BIASES = (0.5, -0.5, -3.0)  # of an attention bias that is more than a mask; every dtype holds them
+MOST_STEPS = 24  # from a bfloat16 number to one whose square rounds as wanted: none is further off than 16
 FP8_LIMIT = 480.0  # just beyond 448, the largest e4m3 value
 
 # What implementations of rotary positions get wrong lies beyond these: 8 bits, short tests, fast-math sines.
@@ -121,6 +123,34 @@ def sentinel_per_row(values: Tensor, generator: Generator) -> Tensor:
     rows = (values.reshape(-1, values.shape[-1]) if values.dim() else values.reshape(1, 1)).clone()
     places = torch.randint(0, rows.shape[1], (rows.shape[0], 1), generator=generator)
     return rows.scatter_(1, places, SENTINEL * float(sigma_of(values))).reshape(values.shape)
+
+
+def covering(values: Tensor, generator: Generator) -> Tensor:
+    """As few elements a row as together stand in every column, at 256 to 512 sigma, one at least.
+
+    Whoever loses one element of a sum over a row changes it, in some row, by the share of one among few.
+    """
+    rows = (values.reshape(-1, values.shape[-1]) if values.dim() else values.reshape(1, 1)).clone()
+    count, columns = rows.shape
+    turns = torch.arange(max(columns, count))
+    row, column = turns % count, torch.randperm(columns, generator=generator)[turns % columns]
+    size = SENTINEL * sigma_of(values) * (1 + torch.rand(row.shape, generator=generator, dtype=values.dtype))
+    rows[row, column] = torch.where(rows[row, column] < 0, -size, size)
+    return rows.reshape(values.shape)
+
+
+def leaning_squares(values: Tensor, generator: Generator) -> Tensor:
+    """The next larger bfloat16 numbers whose squares round up in bfloat16, by a quarter ulp or more.
+
+    Such roundings do not cancel in a sum of squares: whoever squares in bfloat16 is off by their mean.
+    """
+    chosen = values.bfloat16().to(values.dtype)
+    for _ in range(MOST_STEPS):
+        square = chosen.square()
+        ulp = 2.0 ** (square.clamp(min=2.0**-100).log2().floor() - 7)
+        fits = square.bfloat16().to(values.dtype) - square >= 0.25 * ulp
+        chosen = torch.where(fits, chosen, (chosen * (1 + 2.0**-7)).bfloat16().to(values.dtype))
+    return chosen
 
 
 def sentinel_at_end(values: Tensor, generator: Generator) -> Tensor:
@@ -308,6 +338,13 @@ def prefix_mask(mask: Tensor, values: TwoValues, generator: Generator) -> Tensor
 def suffix_mask(mask: Tensor, values: TwoValues, generator: Generator) -> Tensor:
     """Every row keeps a suffix of its own length: padding on the left."""
     return prefix_mask(mask, values, generator).flip(-1) if mask.dim() else mask
+
+
+def graded_bias(mask: Tensor, values: TwoValues, generator: Generator) -> Tensor:
+    """Of an additive mask: half of the elements become one of a few small finite numbers, in no pattern."""
+    graded = torch.tensor(SMALL_BIASES)[torch.randint(0, len(SMALL_BIASES), mask.shape, generator=generator)]
+    kept = torch.rand(mask.shape, generator=generator) < 0.5
+    return torch.where(kept, mask, graded.to(mask.dtype))
 
 
 def empty_row(mask: Tensor, values: TwoValues, generator: Generator) -> Tensor:

@@ -27,6 +27,8 @@ Inputs = Mapping[str, Value]
 ChangeScalar = Callable[[Value], Value]
 
 CHEAP_DRAW = 1 << 23  # elements of a workload that is drawn on the side to see which inputs may be changed
+MOST_ALONE = 4  # inputs that get a recipe of their own
+ADDED_TO_EXCLUDE = -1e3  # an additive mask's lower value is at most this: no softmax keeps anything of it
 TELLING = 16  # elements from which the sample says whether a tensor has structure
 BEYOND_ANY_CONTEXT = 1 << 17  # exclusive bound of positions that index nothing
 
@@ -37,13 +39,15 @@ class Recipe:
 
     `apply(inputs, seed)` takes the declared draw by name (tensors on the CPU, left as they are) and
     returns a new dict with the same names, shapes and types. A `risky` recipe may leave what the
-    reference defines: whoever uses it drops it where the reference refuses or gives NaN.
+    reference defines: whoever uses it drops it where the reference refuses or gives NaN. One that `repeats` another
+    with fewer inputs or another draw is for problems where a call costs next to nothing.
     """
 
     name: str
     words: str
     apply: Callable[[Inputs, int], dict[str, Value]]
     risky: bool = False
+    repeats: bool = False
     form: str = ""
 
     def told_of(self, changed: Sequence[str]) -> str:
@@ -82,6 +86,11 @@ def _all(plan: _Plan) -> tuple[Recipe | None, ...]:
         plan.positions("long-positions", "{} of a long context", c.telling_positions),
         plan.floats("sentinel-per-row", "one element of each row of {} at 256 sigma", signals, c.sentinel_per_row),
         plan.floats("sentinel-at-end", "the end of {} far larger than the rest", signals, c.sentinel_at_end),
+        *plan.loud("covered", "large elements in every column of {}", c.covering),
+        *plan.loud("leaning", "squares of {} that all round up in bfloat16", c.leaning_squares, "bfloat16"),
+        plan.biases("graded-bias", "other small values in {} than its own two"),
+        plan.tiny_beside_eps("tiny-other-eps", "{} times 2^-10, {} times 16"),
+        *plan.constants_again("varied-constants-again", "{} no longer constant, another draw"),
         plan.floats("shifted", "each row of {} shifted by several sigma", signals, c.shifted),
         plan.floats("uneven-rows", "rows of {} times powers of two", signals, c.uneven_rows),
         plan.ids("one-id", "all ids the same ({})", c.one_id),
@@ -164,6 +173,8 @@ class _Plan:
             s.name for s in flat if s.dtype.startswith(("int", "uint")) and s.name not in index_ranges
         )
         self._masks = tuple(n for n, role in self.role.items() if role is Role.MASK and n not in fixed)
+        may_be_bias = self._floats_with(Role.MASK, Role.WEIGHT, Role.ACTIVATION)
+        self._additive = tuple(n for n in may_be_bias if n not in fixed and not _is_compared(n, self._source))
         self._positions = tuple(
             spec.name
             for spec in problem.inputs
@@ -199,23 +210,81 @@ class _Plan:
 
         return Recipe(name, words.format(_named(targets)), apply, risky, form=words)
 
-    def constants(self, name: str, words: str) -> Recipe | None:
-        """Everything at once that the declared draw holds constant, but masks, positions and ids."""
-        if not self._flat_floats and not self._flat_integers:
+    def constants(self, name: str, words: str, only: str = "", *, repeats: bool = False) -> Recipe | None:
+        """Everything at once that the declared draw holds constant, but masks, positions and ids; or one of them."""
+        floats = tuple(n for n in self._flat_floats if only in ("", n))
+        integers = tuple(n for n in self._flat_integers if only in ("", n))
+        if not floats and not integers:
             return None
 
         def apply(inputs: Inputs, seed: int) -> dict[str, Value]:
             generator = Generator().manual_seed(seed)
-            varied = _change_floats(inputs, self._flat_floats, changes.varied_constant, generator, pinned=True)
-            for target in self._flat_integers:
+            varied = _change_floats(inputs, floats, changes.varied_constant, generator, pinned=True)
+            for target in integers:
                 old = inputs[target]
                 if isinstance(old, Tensor) and old.numel():
                     varied[target] = changes.varied_integers(old, 0, generator).to(old.dtype).contiguous()
             return varied
 
-        return Recipe(
-            name, words.format(_named((*self._flat_floats, *self._flat_integers))), apply, risky=True, form=words
-        )
+        named = words.format(_named((*floats, *integers)))
+        return Recipe(name, named, apply, risky=True, repeats=repeats, form=words)
+
+    def constants_again(self, name: str, words: str) -> list[Recipe | None]:
+        """A second draw of all constants, and each of the first few alone: no fault hangs on a single case."""
+        flat = (*self._flat_floats, *self._flat_integers)
+        alone = flat[:MOST_ALONE] if len(flat) > 1 else ()
+        one_each = [self.constants(f"varied-{n}", "{} alone no longer constant", n, repeats=True) for n in alone]
+        return [self.constants(name, words, repeats=True), *one_each]
+
+    def loud(self, name: str, words: str, change: Change, dtype: str = "") -> list[Recipe]:
+        """Per signal (of this dtype, if one is given): it is changed, while the other signals are next to nothing."""
+
+        def apply_to(loud: str) -> Callable[[Inputs, int], dict[str, Value]]:
+            quiet = tuple(n for n in self.signals if n != loud)
+
+            def apply(inputs: Inputs, seed: int) -> dict[str, Value]:
+                generator = Generator().manual_seed(seed)
+                changed = _change_floats(inputs, (loud,), change, generator)
+                return _change_floats(changed, quiet, changes.scaled(2.0**-10), generator)
+
+            return apply
+
+        declared = {spec.name: spec.dtype for spec in self._problem.inputs}
+        chosen = [n for n in self.signals if dtype in ("", declared[n])][:MOST_ALONE]
+        beside = ", the other signals next to nothing" if len(self.signals) > 1 else ""
+        return [Recipe(f"{name}-{n}", words.format(_named([n])) + beside, apply_to(n)) for n in chosen]
+
+    def tiny_beside_eps(self, name: str, words: str) -> Recipe | None:
+        """Signals so small that an epsilon decides, and that epsilon at another value than the declared one."""
+        tiny = self.floats(name, "{}", self.signals, changes.scaled(2.0**-10))
+        other = self.scalars(name, "{}", _is_eps, _times(16.0))
+        if tiny is None or other is None:
+            return None
+
+        def apply(inputs: Inputs, seed: int) -> dict[str, Value]:
+            return other.apply(tiny.apply(inputs, seed), seed)
+
+        return Recipe(name, words.format(tiny.words, other.words), apply)
+
+    def biases(self, name: str, words: str) -> Recipe | None:
+        """Additive masks of two values, which the reference adds and compares with nothing, get other values as well."""
+        sample = {n: self._sample.get(n) for n in self._additive}
+        may_be_flat = {n for n, role in self.role.items() if role is Role.MASK}
+        two = (n for n, value in sample.items() if n in may_be_flat or not _is_flat(value))
+        targets = tuple(n for n in two if _is_additive(_two_values(sample[n])))
+        if not targets:
+            return None
+
+        def apply(inputs: Inputs, seed: int) -> dict[str, Value]:
+            generator, changed = Generator().manual_seed(seed), dict(inputs)
+            for target in targets:
+                mask = inputs[target]
+                values = _two_values(mask)
+                if isinstance(mask, Tensor) and values is not None and _is_additive(values):
+                    changed[target] = changes.graded_bias(mask, values, generator).contiguous()
+            return changed
+
+        return Recipe(name, words.format(_named(targets)), apply, risky=True, form=words)
 
     def ids(self, name: str, words: str, change: ChangeIds) -> Recipe | None:
         if not self.token_ids:
@@ -429,6 +498,19 @@ def _two_values(mask: Value | None) -> TwoValues | None:
         return None  # causal, padded or a bias: what it may be is not known
     additive = mask.is_floating_point() and low < 0
     return TwoValues(high, low) if additive or float((flat == high).float().mean()) >= 0.5 else TwoValues(low, high)
+
+
+def _is_additive(values: TwoValues | None) -> bool:
+    """Nothing is added where it is kept, and so much elsewhere that nothing is left of it."""
+    return values is not None and values.kept == 0.0 and values.other <= ADDED_TO_EXCLUDE
+
+
+def _is_compared(name: str, source: str) -> bool:
+    """Whether the reference asks which of its values an input holds: it is then a mask, and no number."""
+    asks = rf"\b{name}\s*(?:[<>]|[=!]=)|(?:[<>]=?|[=!]=)\s*{name}\b"
+    casts = rf"\b{name}\.(bool\(|isinf|isneginf|eq\(|ne\(|lt\(|gt\(|le\(|ge\(|to\(torch\.bool)"
+    functions = rf"\b(isinf|isneginf|isfinite|logical_not|eq|ne|lt|gt|le|ge|bool)\(\s*{name}\b"
+    return re.search(f"{asks}|{casts}|{functions}|~{name}\\b", source) is not None
 
 
 def _values_of_a_flat_mask(value: float, mask: Tensor) -> TwoValues | None:

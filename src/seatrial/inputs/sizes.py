@@ -58,6 +58,32 @@ def other_sizes(problem: Problem, *, count: int, seed: int, ceiling_elements: in
     return tuple(found.values())
 
 
+def sizes_beyond(problem: Problem, tried: tuple[Workload, ...], *, ceiling_elements: int) -> tuple[Workload, ...]:
+    """For each var axis that no size in `tried` lengthens alone: one more than its largest listed length, or twice it.
+
+    The other axes have the lengths of the listed workload with the fewest values; an axis that follows the lengthened
+    one follows it here. Left out where the tensors would hold more than `ceiling_elements` values.
+    """
+    if not problem.resizable or not problem.workloads:
+        return ()
+    listed = [{axis: w.axes[axis] for axis in problem.var_axes} for w in problem.workloads]
+    relations = find_relations(problem.var_axes, listed)
+    most = {axis: max(axes[axis] for axes in listed) for axis in problem.var_axes}
+    model = min(problem.workloads, key=lambda w: elements(problem, w.axes))
+    found = []
+    for axis in (a for a in problem.var_axes if a not in relations):
+        rest = [a for a in problem.var_axes if a != axis and a not in relations]
+        if any(w.axes[axis] > most[axis] and all(w.axes[a] <= most[a] for a in rest) for w in tried):
+            continue
+        base = {a: model.axes[a] for a in problem.var_axes}
+        longer = (most[axis] + 1, 2 * most[axis])
+        proposals = (axes for length in longer for axes in _completed({**base, axis: length}, relations))
+        fitting = next((axes for axes in proposals if fits(problem, axes, ceiling_elements)), None)
+        if fitting is not None:
+            found.append(Workload(_name(fitting), fitting, model.inputs, model.tolerance))
+    return tuple(found)
+
+
 def find_relations(var_axes: tuple[str, ...], listed: list[dict[str, int]]) -> dict[str, Relation]:
     """Followers among the var axes, each with the one earlier axis it depends on.
 

@@ -177,6 +177,10 @@ class Yardstick:
         self._native: Tensor | None = None
         self._bits = FORMATS[torch.float64 if wide else torch.float32].bits
 
+    def tensors(self) -> list[Tensor]:
+        """Everything it keeps in memory."""
+        return [*self._samples, *(v for v in vars(self).values() if isinstance(v, Tensor))]
+
     def _squared_error(self, sample: Tensor) -> Tensor:
         return (sample - self.y).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0).square_()
 

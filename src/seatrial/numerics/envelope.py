@@ -131,6 +131,13 @@ class Envelope:
         lost = tuple(_out_of_range(yardsticks[i], native[i] if native is not None else None) for i in range(len(names)))
         return cls(names, contract, result, stored, yardsticks, by_output, lost, "", dict(base.tape.conditions))
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of every tensor that is held, those that several parts share counted once."""
+        held = [*self.oracle.values, *(t for run in self.samples for t in run)]
+        held += [t for yardstick in self.yardsticks if yardstick is not None for t in yardstick.tensors()]
+        return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}.values())
+
     def judge(self, outputs: Sequence[Tensor], *, groups: Groups | None = None) -> tuple[OutputReport, ...]:
         """One report per output, in order.
 
