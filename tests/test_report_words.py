@@ -142,14 +142,14 @@ def test_a_crash_is_one_objection_and_one_line_for_what_it_prevents(kernel: Any,
     shown = view(report)
     assert shown.unverified == ()
     prevented = {f.check for f in report.findings if f.outcome is Outcome.NOT_VERIFIED}
-    assert len(prevented) == 7
-    assert shown.prevented_words.startswith(f"7 checks could not run: the candidate {how} in every call (")
+    assert len(prevented) == 8
+    assert shown.prevented_words.startswith(f"8 checks could not run: the candidate {how} in every call (")
     for text in in_every_form(report).values():
         assert text.count(shown.prevented_words) == 1
         assert "Not verified" not in text
     assert prevented <= {row.check for row in report.checks if row.outcome is Outcome.NOT_VERIFIED}
-    assert REPORTERS["junit"].text([report]).count("<error ") == 7, "what lists checks one by one lists them all"
-    assert shown.tally == "1 objection, 7 checks that it prevents"
+    assert REPORTERS["junit"].text([report]).count("<error ") == 8, "what lists checks one by one lists them all"
+    assert shown.tally == "1 objection, 8 checks that it prevents"
 
 
 def test_a_size_at_which_everything_crashes_is_no_second_objection() -> None:

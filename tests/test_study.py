@@ -13,10 +13,10 @@ import seatrial.study as studies
 from seatrial.checks import CHECKS
 from seatrial.checks.base import Example
 from seatrial.devices import pick
+from seatrial.limits import _constant_inputs
 from seatrial.model import Finding, Outcome, OutputSlot
 from seatrial.policy import QUICK, STANDARD, Policy
 from seatrial.study import Study, TooLarge
-from seatrial.verify import _constant_inputs
 
 
 def study(seed: int = 1, name: str = "fitted-sizes") -> Study:
@@ -78,7 +78,7 @@ def test_a_native_reference_that_falls_short_excuses_what_is_no_farther_off_when
 
     monkeypatch.setattr(subject, "native", lambda of: off_by(1e-3))
     for wide, share, excused in ((True, -1.2e-3, True), (True, -1e-2, False), (False, -1.2e-3, False)):
-        monkeypatch.setattr(subject, "_native_is_bounded", lambda case, output, wide=wide: wide)
+        monkeypatch.setattr(subject, "_native_is_bounded", lambda case, output, same, wide=wide: wide)
         assert subject.excuses(case, off_by(share)) == [excused]
 
 
@@ -89,9 +89,21 @@ def test_a_native_carry_bounds_nothing_and_wide_sums_do(monkeypatch: pytest.Monk
         found = SimpleNamespace(bits=bits, unbounded=unbounded)
         monkeypatch.setattr(subject, "native_fingerprints", {"out0": found})
         assert subject._native_is_bounded(case, "out0") is bounded
+        assert subject._native_is_bounded(case, "out0", same=True) is not unbounded
     monkeypatch.setattr(subject, "native_fingerprints", {})
     assert subject._native_is_bounded(case, "out0")
-    assert not subject._native_is_bounded(subject.case(subject.smallest), "out0")
+    declared = subject.case(subject.smallest)
+    assert not subject._native_is_bounded(declared, "out0") and subject._native_is_bounded(declared, "out0", same=True)
+
+
+def test_only_the_native_result_itself_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = study()
+    case = subject.case(subject.smallest)
+    exact = subject.exact(case)[0]
+    noise = torch.randn(exact.shape, generator=torch.Generator().manual_seed(2), dtype=exact.dtype)
+    monkeypatch.setattr(subject, "native", lambda of: (exact + 1e-3 * noise,))
+    for share, same in ((1e-3, True), (1.1e-3, True), (-1e-3, False), (0.0, False), (2e-3, False)):
+        assert subject._gives(case, (exact + share * noise,), 0) is same, share
 
 
 def test_the_native_result_of_an_excused_case_is_graded_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +111,7 @@ def test_the_native_result_of_an_excused_case_is_graded_once(monkeypatch: pytest
     case = subject.case(subject.smallest)
     short = tuple(t * (1 - 1e-3) for t in subject.native(case))
     monkeypatch.setattr(subject, "native", lambda of: short)
-    monkeypatch.setattr(subject, "_native_is_bounded", lambda case, output: True)
+    monkeypatch.setattr(subject, "_native_is_bounded", lambda case, output, same: True)
     whole, grade, graded, judged = subject.judge, subject.graded, [], []
 
     def counting_grade(case: studies.Case, outputs: tuple[torch.Tensor, ...]) -> object:

@@ -49,6 +49,17 @@ def scaled(factor: float) -> Change:
     return lambda values, _: values * factor
 
 
+def exceeds_one(values: object) -> bool:
+    """True for a tensor with a value beyond one, as no cosine has."""
+    return isinstance(values, Tensor) and values.numel() > 0 and bool(values.abs().max() > 1)
+
+
+def far_phases(values: Tensor, generator: Generator) -> Tensor:
+    """The same angles as far from nought as the last position of a long context."""
+    largest = float(values.abs().max())
+    return values * max(1.0, (TELLING_POSITIONS[-1] / largest) if largest > 1 else 1.0)
+
+
 def common_sign(values: Tensor, generator: Generator) -> Tensor:
     return values + 0.5 * sigma_of(values)
 

@@ -84,6 +84,7 @@ def _all(plan: _Plan) -> tuple[Recipe | None, ...]:
         plan.labels("one-ignored", "one of {} ignored", lambda value: c.ignored(0.0, value)),
         plan.scalars("flipped-flags", "{} the other way round", _is_flag, lambda v: not v, risky=True),
         plan.positions("long-positions", "{} of a long context", c.telling_positions),
+        plan.floats("far-phases", "{} of a long context", plan.phases, c.far_phases, pinned=True, risky=True),
         plan.floats("sentinel-per-row", "one element of each row of {} at 256 sigma", signals, c.sentinel_per_row),
         plan.floats("sentinel-at-end", "the end of {} far larger than the rest", signals, c.sentinel_at_end),
         *plan.loud("covered", "large elements in every column of {}", c.covering),
@@ -159,6 +160,8 @@ class _Plan:
         self.scales = tuple(n for n in self._floats_with(Role.SCALE) if _is_positive(sample.get(n)))
         self.quantised = self.signals if "float8" in self._source else ()
         self.targets = tuple(n for n in self._floats_with(*Role) if re.search("target|label|teacher|soft", n.lower()))
+        # Angles grow with the position; tables of cosines and sines do not.
+        self.phases = tuple(n for n in self._floats_with(Role.POSITION) if changes.exceeds_one(sample.get(n)))
         fixed = {n for w in problem.workloads for n, rule in w.inputs.items() if rule.kind == "safetensors"}
         ids = (n for n, role in self.role.items() if role is Role.TOKEN_IDS and n not in fixed)
         self.token_ids = tuple(n for n in ids if self._are_free(n, sample))

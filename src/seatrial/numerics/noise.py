@@ -289,6 +289,9 @@ class Noise:
 
     def _disturb_opaque(self, call: OpCall, result: Tensor, which: int) -> Tensor:
         u = self._roundoff(call)
+        if call.name in _OF_AN_ANGLE:
+            disturbed = self._times_one_plus(result, _FUNCTION_ULPS * u)
+            return disturbed.add_(self._uniform(result), alpha=_FUNCTION_ULPS * u)
         terms = _reduction_length(call, result)
         if not call.in_place:
             result = self._rerun_on_moved_inputs(call, result, which, u * math.sqrt(1 + terms / 6))
@@ -378,6 +381,8 @@ _SCALED_BY_ROW = frozenset({"_softmax", "native_layer_norm", "native_group_norm"
 # A kernel computes these from exp: 1 - 2/(1 + exp(2x)) is off by roundings of 1, not of the (smaller) result.
 _TIE = 1e-12  # of the largest value: parts equals and nothing else
 _ORDERS_TIES_FREELY = {"topk": 2, "sort": 1}  # and where their `dim` stands
+# A math library reduces the angle that it is given exactly; rounded once more, 131071 would be off by 0.008.
+_OF_AN_ANGLE = frozenset({"sin", "cos"})
 _TIMES_INPUT = frozenset({"gelu", "mish", "silu"})
 _THROUGH_EXP = frozenset({"tanh", "erf", "softplus", "log_sigmoid_forward", "sigmoid"}) | _TIMES_INPUT
 # Their gradients come of the same exp, and are off by roundings of the upstream gradient (times the input).
