@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from seatrial import rows
 from seatrial.errors import InfrastructureError, ProblemError
 from seatrial.inputs.recipes import Recipe, recipes
 from seatrial.inputs.sizes import other_sizes, sizes_beyond
@@ -46,22 +47,29 @@ NEARLY = 1.5  # times: two runs of one kernel with another choice of algorithm d
 LEANING = 4.0  # the same for mean errors, which are small differences of large ones
 SMALL_ELEMENTS = 1 << 17
 AIMED = "aimed: "  # begins the name of a recipe that was made for one planted fault
+PART_ELEMENTS = 1 << 25  # of a case that is cut because its oracle does not fit
+PLAIN_BYTES_PER_ELEMENT = 32  # the inputs, the native result and the candidate's, on the device and on the host
 ORACLE_BYTES_PER_ELEMENT = 8 * 24  # float64 copies that a run with its squares and samples keeps at a time
 MOST_PROBE_ELEMENTS = 1 << 24
 
 
 @dataclass(frozen=True)
 class Case:
-    """One set of inputs: a workload (declared or resized), an input recipe on top, and a seed."""
+    """One set of inputs: a workload (declared or resized), an input recipe on top, and a seed.
+
+    `part` is a case and a range of its rows when this one is cut from it (rows.py); the workload is then as long.
+    """
 
     workload: Workload
     recipe: str
     seed: int
+    part: tuple[Case, int, int] | None = None
 
     @property
-    def key(self) -> tuple[str, tuple[tuple[str, int], ...], str, int]:
+    def key(self) -> tuple[Any, ...]:
         """Identity for caches; the uuid alone does not name a resized workload."""
-        return self.workload.uuid, tuple(sorted(self.workload.axes.items())), self.recipe, self.seed
+        own = (self.workload.uuid, tuple(sorted(self.workload.axes.items())), self.recipe, self.seed)
+        return own if self.part is None else (*own, *self.part[1:])
 
 
 class Study:
@@ -75,6 +83,7 @@ class Study:
         self.extra_recipes: list[str] = []  # what exposed faults that the policy's own inputs did not
         self.extra_sizes: list[Workload] = []
         self._cache: OrderedDict[Any, tuple[Any, int]] = OrderedDict()
+        self._parts: dict[Any, list[Case]] = {}
 
     # -- seeds and cases ----------------------------------------------------------------------------
 
@@ -206,12 +215,49 @@ class Study:
 
     def _afford(self, workload: Workload) -> None:
         """Raises TooLarge before this machine runs out of memory: the operating system would kill us without a word."""
+        if self._fits(workload):
+            return
         need, free = self.elements(workload) * ORACLE_BYTES_PER_ELEMENT, self.device.free_memory()
-        if need > free:
-            raise TooLarge(
-                f"workload {workload.uuid} needs about {need / 2**30:.0f} GiB for its float64 oracle, and "
-                f"{free / 2**30:.0f} GiB are free on {self.device.name}; run on a larger machine"
-            )
+        by_rows = self.elements(workload) * PLAIN_BYTES_PER_ELEMENT <= free and self.row_axis is not None
+        if by_rows and self.rows_at_a_time(workload):
+            return
+        raise TooLarge(
+            f"workload {workload.uuid} needs about {need / 2**30:.0f} GiB for its float64 oracle, and "
+            f"{free / 2**30:.0f} GiB are free on {self.device.name}; run on a larger machine"
+        )
+
+    def _fits(self, workload: Workload) -> bool:
+        return self.elements(workload) * ORACLE_BYTES_PER_ELEMENT <= self.device.free_memory()
+
+    @cached_property
+    def row_axis(self) -> str | None:
+        """The axis along which cases too large for their oracle may be cut; None where the reference mixes rows."""
+        return rows.row_axis(self)
+
+    def rows_at_a_time(self, workload: Workload) -> int:
+        """Of a workload cut along `row_axis`; 0 when not even one fits."""
+        assert self.row_axis is not None
+        one_row = max(1, self.elements(workload) // max(1, workload.axes[self.row_axis]))
+        affordable = self.device.free_memory() // 2 // ORACLE_BYTES_PER_ELEMENT
+        return min(PART_ELEMENTS, affordable) // one_row or int(affordable >= one_row)
+
+    def parts(self, case: Case) -> list[Case]:
+        """The case itself, or what it is cut into because its oracle does not fit into this machine."""
+        if case.key not in self._parts:  # decided once: what is free changes with what is kept of earlier cases
+            self._parts[case.key] = self._cut(case)
+        return self._parts[case.key]
+
+    def _cut(self, case: Case) -> list[Case]:
+        if case.part is not None or self._fits(case.workload):
+            return [case]
+        self._afford(case.workload)
+        axis = self.row_axis
+        assert axis is not None
+        ranges = rows.steps(case.workload.axes[axis], self.rows_at_a_time(case.workload))
+        return [
+            replace(case, workload=replace(case.workload, axes={**case.workload.axes, axis: b - a}), part=(case, a, b))
+            for a, b in ranges
+        ]
 
     def elements(self, workload: Workload) -> int:
         """Elements of all inputs and outputs of a workload together."""
@@ -231,7 +277,11 @@ class Study:
         return self._cached(("inputs", case.key), lambda: self._draw(case))
 
     def _draw(self, case: Case) -> list[Value]:
-        self._afford(case.workload)
+        if case.part is not None:
+            whole, start, stop = case.part
+            assert self.row_axis is not None
+            return rows.cut(self, self.row_axis, self.inputs(whole), start, stop)
+        self.parts(case)
         drawn = reference_boundary(
             lambda: self.problem.draw(case.workload, case.seed, self.device.name), "drawing the declared inputs"
         )
@@ -278,6 +328,18 @@ class Study:
         from torch import Tensor
 
         return [self.device.to_device(v) if isinstance(v, Tensor) else v for v in inputs]
+
+    def takes(self, inputs: Sequence[Value]) -> bool:
+        """True when the reference computes these inputs on the judged device in the layout that they have here."""
+        from torch import Tensor
+
+        from seatrial.workers.tensors import moved
+
+        try:
+            self.oracle.native([moved(v, self.device.name) if isinstance(v, Tensor) else v for v in inputs])
+        except InfrastructureError:
+            return False
+        return True
 
     # -- oracle, envelope, structure ----------------------------------------------------------------
 
@@ -377,6 +439,8 @@ class Study:
         return self._cached(("envelope", contract, case.key), lambda: self._build_envelope(case, contract))
 
     def _build_envelope(self, case: Case, contract: str) -> Envelope:
+        if len(self.parts(case)) > 1:
+            raise TooLarge(f"the oracle of workload {case.workload.uuid} fits into {self.device.name} by rows alone")
         from seatrial.numerics.envelope import Envelope
         from seatrial.numerics.noise import contract_on
 
@@ -409,6 +473,11 @@ class Study:
 
     def judge(self, case: Case, outputs: Sequence[Tensor], contract: str = "TC") -> tuple[OutputReport, ...]:
         """Compare outputs (CPU tensors) with the oracle against the honest floor of this case."""
+        parts = self.parts(case)
+        if len(parts) > 1:
+            judged = [(p, self.judge(p, _rows_of(outputs, p), contract)) for p in parts]
+            of_output = zip(*([(p.part[1], r) for r in reports] for p, reports in judged if p.part), strict=True)
+            return tuple(rows.merged(list(reports)) for reports in of_output)
         placed = [self.device.to_device(t) for t in outputs]
         return self.envelope(case, contract).judge(placed, groups=self.contribution_groups(case))
 
@@ -469,6 +538,11 @@ class Study:
         """
         from seatrial.numerics.envelope import no_worse_than
 
+        parts = self.parts(case)
+        if len(parts) > 1:
+            failing = [p for p in parts if any(r.passed is False for r in self.judge(p, _rows_of(outputs, p)))]
+            flags = [self.excuses(p, _rows_of(outputs, p)) for p in failing if self.native_falls_short(p)]
+            return [len(flags) == len(failing) and all(one[i] for one in flags) for i in range(len(outputs))]
         native, candidate = self._native_graded(case), self.graded(case, outputs)
         beside = zip(self.judge(case, outputs), self._native_reports(case), strict=True)
         return [
@@ -516,6 +590,9 @@ class Study:
 
     def exact(self, case: Case) -> tuple[Tensor, ...]:
         """The oracle's values of a case; tensors on the CPU. Raises OracleUnavailable."""
+        parts = self.parts(case)
+        if len(parts) > 1:
+            return rows.joined([self.exact(p) for p in parts])
         return self._cached(
             ("exact", case.key),
             lambda: tuple(t.cpu() for t in self.oracle.run(self.placed(self.inputs(case))).values),
@@ -687,6 +764,11 @@ def _rms(error: Tensor) -> float:
     """Of the finite elements; 0 when there are none."""
     finite = error[error.isfinite()]
     return float(finite.square().mean().sqrt()) if finite.numel() else 0.0
+
+
+def _rows_of(outputs: Sequence[Tensor], part: Case) -> list[Tensor]:
+    assert part.part is not None
+    return [t[part.part[1] : part.part[2]] for t in outputs]
 
 
 def _only(graded: Graded, i: int) -> Graded:

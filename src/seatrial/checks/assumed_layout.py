@@ -19,7 +19,6 @@ from dataclasses import dataclass
 
 from seatrial.bench import Bench
 from seatrial.checks.base import Conclusion, Evidence, Example, Job, NotApplicable, held, not_verified, unusable, where
-from seatrial.errors import InfrastructureError
 from seatrial.inputs.layouts import LAYOUTS, LayoutChange, gaps_changed, laid_out
 from seatrial.inputs.roles import Role, roles
 from seatrial.model import CallRecord, Finding, Outcome, Ran, Value
@@ -41,7 +40,7 @@ def plan(study: Study) -> Sequence[Job] | NotApplicable:
     taken: list[Job] = []
     for layout in LAYOUTS.values():
         names = _relaid(study, case, layout)
-        if names and len(taken) < study.policy.layouts and _is_taken(study, case, layout, names):
+        if names and len(taken) < study.policy.layouts and study.takes(inputs_in(study, case, layout.name, names)):
             taken.append(Job(f"inputs {layout.name}", (case,), {"layout": layout.name, "inputs": names}))
     if not taken:
         return NotApplicable("the reference takes its inputs in no other layout")
@@ -56,20 +55,6 @@ def _relaid(study: Study, case: Case, layout: LayoutChange) -> tuple[str, ...]:
     named = _named(study, case)
     own = [n for n in named if layout.keeps_values or told[n] is Role.GRADIENT]
     return tuple(n for n in own if isinstance(v := named[n], Tensor) and layout.apply(v) is not None)
-
-
-def _is_taken(study: Study, case: Case, layout: LayoutChange, names: Sequence[str]) -> bool:
-    """The reference computes inputs of this layout."""
-    from torch import Tensor
-
-    from seatrial.workers.tensors import moved
-
-    try:
-        now = inputs_in(study, case, layout.name, names)
-        study.oracle.native([moved(v, study.device.name) if isinstance(v, Tensor) else v for v in now])
-    except InfrastructureError:
-        return False
-    return True
 
 
 def _named(study: Study, case: Case) -> dict[str, Value]:
