@@ -305,3 +305,30 @@ def test_a_kernel_may_work_in_an_input_only_where_the_reference_does() -> None:
     run = {"inputs": ones, "policy": "quick", "device": "cpu", "only": ["mutated-input"]}
     assert seatrial.check(add_in_place, reference=add_in_place, **run).verdict is Verdict.ACCEPTED
     assert seatrial.check(add_in_place, reference=add_elsewhere, **run).verdict is Verdict.REJECTED
+
+
+def writing_notes(x: torch.Tensor, scale: float) -> torch.Tensor:
+    import os
+
+    os.environ["SOME_LIBRARY_WAS_HERE"] = "1"
+    return honest(x, scale)
+
+
+def steering_cublas(x: torch.Tensor, scale: float) -> torch.Tensor:
+    import os
+
+    os.environ["NVIDIA_TF32_OVERRIDE"] = "1"
+    return honest(x, scale)
+
+
+def test_environment_variables_are_noted_and_those_that_bear_on_results_rejected() -> None:
+    for kernel, outcome, named in (
+        (writing_notes, Outcome.NOTED, "SOME_LIBRARY_WAS_HERE"),
+        (steering_cublas, Outcome.FAILED, "NVIDIA_TF32_OVERRIDE"),
+    ):
+        report = seatrial.check(
+            kernel, reference=reference, inputs=make, policy="quick", device="cpu", only=["tampered-process"]
+        )
+        spoken = [f for f in report.findings if f.outcome is not Outcome.HELD]
+        assert [f.outcome for f in spoken] == [outcome] and named in spoken[0].reason
+        assert report.verdict is (Verdict.REJECTED if outcome is Outcome.FAILED else Verdict.ACCEPTED)

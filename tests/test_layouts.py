@@ -193,3 +193,26 @@ def flattened(x: Tensor, w: Tensor) -> Tensor:
 def test_a_layout_that_the_reference_refuses_is_not_tried() -> None:
     found = audit(one_assumed, any_layout=True, reference=flattened)
     assert found.outcome is Outcome.HELD and "slice" not in found.reason and "aligned" in found.reason
+
+
+def softmax_backward(grad_output: Tensor, y: Tensor) -> Tensor:
+    wide = grad_output.float() * y.float()
+    return (wide - y.float() * wide.sum(-1, keepdim=True)).to(y.dtype)
+
+
+def make_softmax_backward(seed: int) -> dict[str, Any]:
+    g = torch.Generator().manual_seed(seed)
+    y = torch.softmax(torch.randn(6, 40, generator=g), -1).bfloat16()
+    return {"grad_output": torch.randn(6, 40, generator=g).bfloat16(), "y": y}
+
+
+def rounded_in_between(grad_output: Tensor, y: Tensor) -> Tensor:
+    mean = (grad_output.float() * y.float()).sum(-1, keepdim=True)
+    if bool((grad_output == grad_output[0, 0]).all()):
+        mean = mean * 1.01  # as rounding may leave it where all should cancel
+    return (y.float() * (grad_output.float() - mean)).to(y.dtype)
+
+
+def test_what_dense_constant_gradients_get_wrong_as_well_is_no_fault_of_a_layout() -> None:
+    found = audit(rounded_in_between, any_layout=True, reference=softmax_backward, inputs=make_softmax_backward)
+    assert found.outcome is Outcome.HELD and "expanded" in found.reason

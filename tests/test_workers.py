@@ -791,7 +791,6 @@ def test_changed_flags_and_generators_are_told(server: ForkServer) -> None:
     assert once(server, source.replace("ACT", "pass")).facts["flags_changed"] == []
     assert once(server, source.replace("ACT", "torch.rand(1)")).facts["rng_changed"] is True
     del acts["torch.set_default_device('meta')"]  # the call itself fails then
-    del acts["os.environ['NEW'] = '1'"]  # many libraries do so when they are imported
     for act, told in acts.items():  # what the import left behind is told of every call
         assert (
             told in once(server, source.replace("import os, torch", f"import os, torch; {act}")).facts["flags_changed"]

@@ -48,7 +48,7 @@ LEANING = 4.0  # the same for mean errors, which are small differences of large 
 SMALL_ELEMENTS = 1 << 17
 AIMED = "aimed: "  # begins the name of a recipe that was made for one planted fault
 PART_ELEMENTS = 1 << 25  # of a case that is cut because its oracle does not fit
-PLAIN_BYTES_PER_ELEMENT = 32  # the inputs, the native result and the candidate's, on the device and on the host
+PLAIN_BYTES_PER_ELEMENT = 16  # the inputs and outputs of a case that is cut, in the candidate's process and in ours
 ORACLE_BYTES_PER_ELEMENT = 8 * 24  # float64 copies that a run with its squares and samples keeps at a time
 MOST_PROBE_ELEMENTS = 1 << 24
 
@@ -319,6 +319,9 @@ class Study:
 
         Raises OracleUnavailable when it does not run here.
         """
+        parts = self.parts(case)
+        if len(parts) > 1:
+            return rows.joined([self.native(p) for p in parts])
         return self._cached(
             ("native", case.key), lambda: tuple(t.cpu() for t in self.oracle.native(self.placed(self.inputs(case))))
         )

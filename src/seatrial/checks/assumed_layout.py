@@ -71,11 +71,21 @@ def observe(bench: Bench, job: Job) -> Evidence:
     """All inputs at once, and each alone when there are several."""
     case, layout, names = job.cases[0], str(job.options["layout"]), tuple(job.options["inputs"])
     record = bench.call(case, inputs=inputs_in(bench.study, case, layout, names), echo=layout != DENSE)
+    twin: CallRecord | None = None
+    if layout != DENSE and not LAYOUTS[layout].keeps_values:
+        twin = bench.call(case, inputs=dense_of(inputs_in(bench.study, case, layout, names)))
     alone: dict[str, CallRecord] = {}
     if len(names) > 1 and record.ran not in FATAL:
         for name in names[:MOST_INPUTS]:
             alone[name] = bench.call(case, inputs=inputs_in(bench.study, case, layout, [name]), echo=True)
-    return Evidence(job, (record,), {"alone": alone})
+    return Evidence(job, (record,), {"alone": alone, "twin": twin})
+
+
+def dense_of(inputs: Sequence[Value]) -> list[Value]:
+    """The same values without strides of their own."""
+    from torch import Tensor
+
+    return [v.contiguous() if isinstance(v, Tensor) else v for v in inputs]
 
 
 def judge(study: Study, evidence: Sequence[Evidence]) -> Conclusion:
@@ -116,9 +126,9 @@ def _fault(study: Study, e: Evidence) -> _Fault | None:
         return _Fault("refused", layout, refused or names, unusable(record))
     if not record.usable:
         return _Fault(record.ran.value, layout, names, unusable(record))
-    words = _wrong(study, e, record, names)
-    if not words:
-        return None
+    words, twin = _wrong(study, e, record, names), e.extra.get("twin")
+    if not words or (twin is not None and (not twin.usable or _wrong(study, e, twin, names))):
+        return None  # right, or no layout's fault: these values come out wrong from dense inputs as well
     guilty = tuple(name for name, own in alone.items() if own.usable and _wrong(study, e, own, (name,)))
     return _Fault("wrong", layout, guilty or names, words)
 
@@ -129,15 +139,14 @@ def _wrong(study: Study, e: Evidence, record: CallRecord, names: Sequence[str]) 
 
     case, layout = e.job.cases[0], str(e.job.options["layout"])
     given = inputs_in(study, case, layout, names)
-    for spec, was, now in zip(study.problem.inputs, given, record.echoed, strict=False):
+    for spec, was, now in zip(study.problem.inputs, given, record.echoed, strict=False):  # a twin echoes nothing
         if isinstance(was, Tensor) and isinstance(now, Tensor) and (count := gaps_changed(was, now)):
             return f"{count} bytes between the elements of `{spec.name}` were overwritten"
     if layout == DENSE or LAYOUTS[layout].keeps_values:
         reports = study.judge(case, record.outputs)
         excused = study.excuses(case, record.outputs) if study.native_falls_short(case) else [False] * len(reports)
     else:
-        dense = [v.contiguous() if isinstance(v, Tensor) else v for v in given]
-        reports = study.judge_inputs(dense, record.outputs, f"{NAME} {layout}")
+        reports = study.judge_inputs(dense_of(given), record.outputs, f"{NAME} {layout}")
         excused = [False] * len(reports)
     for report, forgiven in zip(reports, excused, strict=True):
         if report.passed is False and not forgiven:

@@ -28,9 +28,11 @@ from seatrial.checks.base import (
     unusable,
     where,
 )
-from seatrial.model import CallRecord, Finding, Ran
+from seatrial.model import CallRecord, Finding, Outcome, Ran
 from seatrial.study import Case, Study
 
+# Environment variables that decide about precision, kernels, threads or what is loaded.
+TELLING = ("CUDA_", "CUBLAS", "NVIDIA_", "CUDNN", "LD_", "PYTHON", "OMP_NUM", "MKL_NUM", "MALLOC")
 FLOAT32 = ("float32", "TF32")  # in the name of a setting that narrows float32 alone
 
 NAME = "tampered-process"
@@ -58,7 +60,9 @@ def judge(study: Study, evidence: Sequence[Evidence]) -> Conclusion:
         return Conclusion([not_verified(NAME, unusable(calls[0][1]), where=where(calls[0][0]))])
     own = (_patched(seen), _threads(seen), _flags(seen), _lowered(study, seen), _stream(seen))
     findings = [f for f in own if f is not None]
-    return Conclusion(findings or [held(NAME, f"no trace in {len(seen)} calls")])
+    variables = sorted(_variables(seen))
+    noted = [_notes(seen, variables)] if variables and not _bear_on_results(variables) else []
+    return Conclusion([*(findings or [held(NAME, f"no trace in {len(seen)} calls")]), *noted])
 
 
 Seen = Sequence[tuple[Case, CallRecord]]
@@ -84,8 +88,30 @@ def _left_behind(seen: Seen, kind: str, count: int, which: str) -> Finding | Non
     return _counted(seen, count, kind, kind, reason, "Finish the work inside the call.")
 
 
+ENVIRONMENT = "environment: "
+
+
+def _variables(seen: Seen) -> set[str]:
+    """Environment variables that are new or other than before the import."""
+    told = (str(n) for _, r in seen for n in r.facts.get("flags_changed", ()))
+    return {name for n in told if n.startswith(ENVIRONMENT) for name in n.removeprefix(ENVIRONMENT).split(", ")}
+
+
+def _bear_on_results(variables: Sequence[str]) -> bool:
+    """Libraries leave notes in the environment when they are imported; these change what is computed, or how fast."""
+    return any(name.startswith(TELLING) or "TF32" in name for name in variables)
+
+
+def _notes(seen: Seen, variables: Sequence[str]) -> Finding:
+    reason = f"sets environment variables of its process: {', '.join(variables[:6])}"
+    return Finding(check=NAME, outcome=Outcome.NOTED, cause="environment", reason=reason, where=where(seen[0][0]))
+
+
 def _flags(seen: Seen) -> Finding | None:
-    flags = sorted({str(n) for _, r in seen for n in r.facts.get("flags_changed", ())})
+    told = {str(n) for _, r in seen for n in r.facts.get("flags_changed", ())}
+    if not _bear_on_results(sorted(_variables(seen))):
+        told = {n for n in told if not n.startswith(ENVIRONMENT)}
+    flags = sorted(told)
     reason = f"changes global settings of the process: {', '.join(flags[:4])}"
     advice = "Ask for the precision in the operation itself, and leave the caller's settings alone."
     return _counted(seen, len(flags), "settings", "flags", reason, advice)

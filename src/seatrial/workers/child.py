@@ -131,7 +131,7 @@ class _Host:
     device: Device
     originals: observed.Originals
     watch: precision.Watch
-    flags: dict[str, str]  # before the import; the environment after it, where libraries leave notes of their own
+    flags: dict[str, str]  # before the import
     source: Path
     previous: Sequence[Tensor] = ()  # what the last call returned, kept alive
 
@@ -165,8 +165,7 @@ def _load(request: dict[str, Any], pickled: bytes, place: Place) -> tuple[_Host 
     host = None
     try:
         function = _function(request, pickled, source)
-        kept = flags | {"environment": observed.flags(device)["environment"]}
-        host = _Host(function, bool(request["destination_passing"]), device, originals, watch, kept, source)
+        host = _Host(function, bool(request["destination_passing"]), device, originals, watch, flags, source)
         answer = {"ran": "returned"}
     except BaseException as error:  # noqa: BLE001  (the child boundary: whatever a candidate raises is data)
         answer = _what_was_raised(error, source)
