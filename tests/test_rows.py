@@ -85,3 +85,12 @@ def test_not_even_one_row_fits(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_steps_are_even_and_complete() -> None:
     assert list(rows.steps(10, 4)) == [(0, 3), (3, 6), (6, 10)]
     assert list(rows.steps(3, 8)) == [(0, 3)]
+
+
+def test_large_inputs_are_not_counted_against_the_candidates_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    subject, _ = study(BY_ROWS, monkeypatch, room_for_rows=70)
+    at_least = COUNT * WIDTH * 2 * 2  # bfloat16 in and out
+    assert subject.largest_call_mib << 20 <= at_least * 2 * studies.COPIES_IN_CHILD
+    monkeypatch.setattr(studies, "COPIES_IN_CHILD", 1 << 12)
+    del subject.largest_call_mib
+    assert subject.largest_call_mib << 20 > at_least * (1 << 12)

@@ -127,7 +127,12 @@ class Bench:
 
     def _open(self) -> Session:
         if self._session is None:
-            self._session = self._server.open(self.candidate, device=self.study.device.name, policy=self.study.policy)
+            self._session = self._server.open(
+                self.candidate,
+                device=self.study.device.name,
+                policy=self.study.policy,
+                call_mib=self.study.largest_call_mib,
+            )
             if self._session.loaded.ran is Ran.TIMED_OUT:
                 self.deaths.append(self._session.loaded)
         return self._session

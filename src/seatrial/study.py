@@ -8,6 +8,7 @@ and native results are kept in a bounded cache, so that a second candidate costs
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -47,6 +48,7 @@ NEARLY = 1.5  # times: two runs of one kernel with another choice of algorithm d
 LEANING = 4.0  # the same for mean errors, which are small differences of large ones
 SMALL_ELEMENTS = 1 << 17
 AIMED = "aimed: "  # begins the name of a recipe that was made for one planted fault
+COPIES_IN_CHILD = 3  # as it came over the wire, on the device, and on the way back
 PART_ELEMENTS = 1 << 25  # of a case that is cut because its oracle does not fit
 PLAIN_BYTES_PER_ELEMENT = 16  # the inputs and outputs of a case that is cut, in the candidate's process and in ours
 ORACLE_BYTES_PER_ELEMENT = 8 * 24  # float64 copies that a run with its squares and samples keeps at a time
@@ -262,13 +264,19 @@ class Study:
     def elements(self, workload: Workload) -> int:
         """Elements of all inputs and outputs of a workload together."""
         sizes = self.problem.sizes(workload.axes)
-        total = 0
-        for spec in (*self.problem.inputs, *self.problem.outputs):
-            count = 1
-            for axis in spec.shape or ():
-                count *= sizes[axis] if axis in sizes else int(axis)
-            total += count
-        return total
+        specs = (*self.problem.inputs, *self.problem.outputs)
+        return sum(math.prod(sizes[a] if a in sizes else int(a) for a in s.shape or ()) for s in specs)
+
+    @cached_property
+    def largest_call_mib(self) -> int:
+        """What a child holds of the inputs and outputs of the largest workload, in MiB; sizes outside the list double it."""
+        return 2 * COPIES_IN_CHILD * max(self._bytes(w) for w in self.audited) >> 20
+
+    def _bytes(self, workload: Workload) -> int:
+        sizes = self.problem.sizes(workload.axes)
+        specs = (*self.problem.inputs, *self.problem.outputs)
+        counts = (math.prod(sizes[a] if a in sizes else int(a) for a in s.shape or ()) for s in specs)
+        return sum(n * int(self._dtype(s.dtype).itemsize) for n, s in zip(counts, specs, strict=True))
 
     # -- inputs and native results ------------------------------------------------------------------
 

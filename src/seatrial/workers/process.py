@@ -107,10 +107,11 @@ class ForkServer:
             self._await_ready()
         return {str(k): str(v) for k, v in self._ready["isolation"].items()}
 
-    def open(self, candidate: Candidate, *, device: str, policy: Policy) -> Session:
+    def open(self, candidate: Candidate, *, device: str, policy: Policy, call_mib: int = 0) -> Session:
         """A fresh process with the candidate built and loaded; `Session.loaded` says what became of that.
 
-        `device` is "cpu" or "cuda:N". Never raises for what a candidate does. Raises InfrastructureError
+        `device` is "cpu" or "cuda:N"; `call_mib` is what the inputs and outputs of the largest call take there, which
+        is no candidate's doing and is allowed beside the policy's memory. Never raises for what a candidate does. Raises InfrastructureError
         when the fork server cannot be started at all.
         """
         if candidate.not_built:
@@ -123,7 +124,7 @@ class ForkServer:
                 "scratch": str(place),
                 "cache": str(self._cache_of(candidate)),
                 "uid": self._uid(candidate),
-                "memory_mib": policy.memory_mib,
+                "memory_mib": policy.memory_mib + call_mib,
                 "data_limit": device == "cpu",
                 "reads_private": bool(candidate.import_paths),
                 "printed_bytes": policy.printed_kib << 10,
