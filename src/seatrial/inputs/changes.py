@@ -49,6 +49,11 @@ def scaled(factor: float) -> Change:
     return lambda values, _: values * factor
 
 
+def offset(sigmas: float) -> Change:
+    """All of a tensor far from nought, by the same amount: the mean of any group outweighs its spread."""
+    return lambda values, _: values + sigmas * sigma_of(values)
+
+
 def exceeds_one(values: object) -> bool:
     """True for a tensor with a value beyond one, as no cosine has."""
     return isinstance(values, Tensor) and values.numel() > 0 and bool(values.abs().max() > 1)
@@ -258,6 +263,16 @@ def uniform_ids(ids: Tensor, bound: int, generator: Generator) -> Tensor:
 
 def one_id(ids: Tensor, bound: int, generator: Generator) -> Tensor:
     return torch.randint(0, bound, (), generator=generator).expand(ids.shape).clone()
+
+
+def hot_choice(ids: Tensor, bound: int, generator: Generator) -> Tensor:
+    """One id stands in nearly every row, in the place of another; no row repeats an id."""
+    rows = ids.reshape(-1, ids.shape[-1]).clone()
+    hot = int(torch.randint(0, bound, (), generator=generator))
+    lacking = (rows != hot).all(-1) & (torch.rand(len(rows), generator=generator) < 0.95)
+    places = torch.randint(0, rows.shape[-1], (len(rows),), generator=generator)
+    rows[lacking, places[lacking]] = hot
+    return rows.reshape(ids.shape)
 
 
 def half_one_id(ids: Tensor, bound: int, generator: Generator) -> Tensor:

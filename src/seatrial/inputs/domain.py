@@ -56,6 +56,15 @@ def are_free_ids(ids: Tensor, bound: int) -> bool:
     return not any(_is_sorted(table) or _is_without_repeats(table, bound) for table in tables)
 
 
+def are_choices(ids: Tensor, bound: int) -> bool:
+    """True when every row holds different ids in no order, as a top-k gives, and the rows share ids."""
+    if ids.dim() < 2 or ids.numel() < 2 or ids.shape[-1] > bound or int(ids.min()) < 0:
+        return False
+    rows = ids.reshape(-1, ids.shape[-1])
+    repeats = bool((rows.sort(dim=-1).values.diff(dim=-1) == 0).any())
+    return not repeats and not _is_sorted(rows) and not _is_without_repeats(ids.reshape(1, -1), bound)
+
+
 def _is_sorted(rows: Tensor) -> bool:
     count, length = rows.shape
     surprise = count * math.lgamma(length + 1)

@@ -19,7 +19,7 @@ from torch import Generator, Tensor
 from seatrial.errors import ProblemError
 from seatrial.inputs import changes
 from seatrial.inputs.changes import Change, ChangeIds, ChangeMask, TwoValues
-from seatrial.inputs.domain import are_free_ids, is_structured, keep_domain
+from seatrial.inputs.domain import are_choices, are_free_ids, is_structured, keep_domain
 from seatrial.inputs.roles import CARRIES_SIGNAL, Role, roles
 from seatrial.model import Problem, Value, Workload
 
@@ -93,8 +93,11 @@ def _all(plan: _Plan) -> tuple[Recipe | None, ...]:
         plan.tiny_beside_eps("tiny-other-eps", "{} times 2^-10, {} times 16"),
         *plan.constants_again("varied-constants-again", "{} no longer constant, another draw"),
         plan.floats("shifted", "each row of {} shifted by several sigma", signals, c.shifted),
+        plan.floats("far-from-nought", "{} plus 64 sigma", signals, c.offset(64.0), risky=True),
+        plan.floats("farther-from-nought", "{} plus 1000 sigma", plan.wide_signals, c.offset(1e3), risky=True),
         plan.floats("uneven-rows", "rows of {} times powers of two", signals, c.uneven_rows),
         plan.ids("one-id", "all ids the same ({})", c.one_id),
+        plan.choices("hot-choice", "one id chosen in nearly every row ({})", c.hot_choice),
         plan.logits("confident", "logits favour the label by 12 sigma ({})", c.CONFIDENT),
         plan.scalars("larger-eps", "{} times 1000", _is_eps, _times(1e3)),
         plan.scalars("smaller-cap", "{} / 16", _is_cap, _times(1 / 16)),
@@ -157,6 +160,8 @@ class _Plan:
         self.signals = _without_structure(self._floats_with(*CARRIES_SIGNAL), sample) or _without_structure(
             self._floats_with(Role.WEIGHT), sample
         )
+        declared = {spec.name: spec.dtype for spec in problem.inputs}
+        self.wide_signals = tuple(n for n in self.signals if declared[n] == "float32")
         self.scales = tuple(n for n in self._floats_with(Role.SCALE) if _is_positive(sample.get(n)))
         self.quantised = self.signals if "float8" in self._source else ()
         self.targets = tuple(n for n in self._floats_with(*Role) if re.search("target|label|teacher|soft", n.lower()))
@@ -167,6 +172,8 @@ class _Plan:
         self.token_ids = tuple(n for n in ids if self._are_free(n, sample))
         loose = (n for n, role in self.role.items() if role is Role.INDICES and n in index_ranges and n not in fixed)
         self.token_ids += tuple(n for n in loose if n in sample and self._are_free(n, sample))
+        choosing = (n for n, role in self.role.items() if role in (Role.TOKEN_IDS, Role.INDICES) and n in index_ranges)
+        self.chosen = tuple(n for n in choosing if n not in fixed and n not in self.token_ids and self._are_choices(n))
         fixed_roles = (Role.MASK, Role.POSITION, Role.TOKEN_IDS)
         flat = [s for s in problem.inputs if self.role[s.name] not in fixed_roles and _is_flat(sample.get(s.name))]
         self._flat_floats = tuple(
@@ -297,6 +304,26 @@ class _Plan:
             return self._change_ids(inputs, self.token_ids, change, Generator().manual_seed(seed))
 
         return Recipe(name, words.format(_named(self.token_ids)), apply, form=words)
+
+    def choices(self, name: str, words: str, change: ChangeIds) -> Recipe | None:
+        """Rows of ids without repeats, as a top-k gives: they stay without."""
+        if not self.chosen:
+            return None
+
+        def apply(inputs: Inputs, seed: int) -> dict[str, Value]:
+            changed, generator = dict(inputs), Generator().manual_seed(seed)
+            for name in self.chosen:
+                declared = inputs[name]
+                bound = self._bound(name, declared, inputs) if isinstance(declared, Tensor) else 0
+                if isinstance(declared, Tensor) and are_choices(declared, bound):
+                    changed[name] = change(declared.long(), bound, generator).to(declared.dtype).contiguous()
+            return changed
+
+        return Recipe(name, words.format(_named(self.chosen)), apply, form=words)
+
+    def _are_choices(self, name: str) -> bool:
+        ids = self._sample.get(name)
+        return isinstance(ids, Tensor) and are_choices(ids, self._bound(name, ids, self._sample))
 
     def together(self, name: str, words: str) -> Recipe | None:
         """Ids and gradients at once: many like-signed terms on one row."""
