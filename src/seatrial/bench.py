@@ -56,13 +56,15 @@ class Bench:
         inputs: Sequence[Value] | None = None,
         poison: float | None = NAN,
         echo: bool = False,
+        same_tensors: bool = False,
     ) -> CallRecord:
-        """One call on the inputs of a case (or on others of the same sizes)."""
+        """One call on the inputs of a case (or on others of the same sizes), in fresh tensors or in the last call's."""
         return self._call(
             self.study.inputs(case) if inputs is None else inputs,
             self.study.slots(case.workload),
             poison=poison,
             echo=echo,
+            same_tensors=same_tensors,
         )
 
     def _call(
@@ -72,16 +74,23 @@ class Bench:
         *,
         poison: float | None = NAN,
         echo: bool = False,
+        same_tensors: bool = False,
     ) -> CallRecord:
         self.asked += 1
-        record = self._answer(inputs, slots, poison=poison, echo=echo)
+        record = self._answer(inputs, slots, poison=poison, echo=echo, same_tensors=same_tensors)
         ended = self._given_up if record.ran is Ran.LOST else record.ran
         if ended in NO_ANSWER:
             self.unanswered.append(ended)
         return record
 
     def _answer(
-        self, inputs: Sequence[Value], slots: Sequence[OutputSlot], *, poison: float | None, echo: bool
+        self,
+        inputs: Sequence[Value],
+        slots: Sequence[OutputSlot],
+        *,
+        poison: float | None,
+        echo: bool,
+        same_tensors: bool,
     ) -> CallRecord:
         refusal = self._refusal()
         if refusal is not None:
@@ -89,7 +98,7 @@ class Bench:
         session = self._open()
         if session.loaded.ran is not Ran.RETURNED:
             return session.loaded
-        record = session.call(inputs, slots, poison=poison, echo=echo)
+        record = session.call(inputs, slots, poison=poison, echo=echo, same_tensors=same_tensors)
         self.calls += 1
         if not session.alive:
             self.deaths.append(record)

@@ -91,6 +91,12 @@ def _passes(study: Study, case: Case, record: CallRecord, contract: str) -> bool
     return all(r.passed is not False for r in study.judge(case, record.outputs, contract))
 
 
+def wrong_outputs(study: Study, case: Case, record: CallRecord) -> dict[str, str]:
+    """What is wrong beyond rounding in each output of a usable call, in words; empty when nothing is."""
+    bad = [j.report for j in _judge_call(study, case, record) if j.report.passed is False and not j.excused]
+    return {r.name: next(t for t in r.tests if t.failed).words for r in bad}
+
+
 def _judge_call(study: Study, case: Case, record: CallRecord) -> list[Judged]:
     reports = study.judge(case, record.outputs)
     excused = [False] * len(reports)

@@ -23,6 +23,7 @@ from seatrial.inputs.layouts import LAYOUTS, LayoutChange, gaps_changed, laid_ou
 from seatrial.inputs.roles import Role, roles
 from seatrial.model import CallRecord, Finding, Outcome, Ran, Value
 from seatrial.study import Case, Study
+from seatrial.values import wrong_outputs
 
 NAME = "assumed-layout"
 TITLE = "values on inputs of other layouts"
@@ -143,15 +144,11 @@ def _wrong(study: Study, e: Evidence, record: CallRecord, names: Sequence[str]) 
         if isinstance(was, Tensor) and isinstance(now, Tensor) and (count := gaps_changed(was, now)):
             return f"{count} bytes between the elements of `{spec.name}` were overwritten"
     if layout == DENSE or LAYOUTS[layout].keeps_values:
-        reports = study.judge(case, record.outputs)
-        excused = study.excuses(case, record.outputs) if study.native_falls_short(case) else [False] * len(reports)
+        objections = wrong_outputs(study, case, record)
     else:
         reports = study.judge_inputs(dense_of(given), record.outputs, f"{NAME} {layout}")
-        excused = [False] * len(reports)
-    for report, forgiven in zip(reports, excused, strict=True):
-        if report.passed is False and not forgiven:
-            return f"`{report.name}`: {next(t for t in report.tests if t.failed).words}"
-    return ""
+        objections = {r.name: next(t for t in r.tests if t.failed).words for r in reports if r.passed is False}
+    return next((f"`{output}`: {words}" for output, words in objections.items()), "")
 
 
 TELLS = {"refused": "refuses with an error", "wrong": "is wrong without an error"}

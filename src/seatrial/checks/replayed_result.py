@@ -5,9 +5,11 @@ Why it matters     a cache keyed by shape, pointer or object passes every benchm
                    the first request's answer for ever
 How                several draws of one workload follow each other in one process, every one in fresh tensors; each
                    result is compared with its own oracle and with the earlier results; the child keeps the last result
-                   alive and sees whether the next one lies in its memory
-What it misses     caches keyed by the values themselves, and in-place changes behind a tensor's version counter
-Cost               three calls
+                   alive and sees whether the next one lies in its memory. Then new values are written into the same
+                   tensors (address, object and version stay), as when weights are loaded anew: what is right in fresh
+                   tensors and wrong there is a cache's
+What it misses     caches keyed by the values themselves, and by single elements
+Cost               seven calls
 """
 
 from __future__ import annotations
@@ -30,11 +32,13 @@ from seatrial.checks.base import (
 from seatrial.errors import InfrastructureError
 from seatrial.model import CallRecord, Finding
 from seatrial.study import Case, Study
+from seatrial.values import wrong_outputs
 
 NAME = "replayed-result"
 TITLE = "each call's result is its own"
 
 DRAWS = 3
+FRESH, SAME = "new values in new tensors", "new values in the same tensors"
 
 
 def plan(study: Study) -> Sequence[Job] | NotApplicable:
@@ -42,13 +46,17 @@ def plan(study: Study) -> Sequence[Job] | NotApplicable:
     if all(not spec.shape for spec in study.problem.inputs):
         return NotApplicable("no tensor inputs whose values could change")
     cases = tuple(study.case(study.smallest, draw=40 + i) for i in range(DRAWS))
-    return (Job("new values, same shapes", cases),)
+    return (Job(FRESH, cases), Job(SAME, cases))
 
 
 def observe(bench: Bench, job: Job) -> Evidence:
-    """All draws in one process that has made no call before."""
+    """All draws in one process that has made no call before; of the same tensors, the last draw once more in new ones."""
     bench.fresh()
-    return Evidence(job, tuple(bench.call(case) for case in job.cases))
+    if job.words == FRESH:
+        return Evidence(job, tuple(bench.call(case) for case in job.cases))
+    records = tuple(bench.call(case, same_tensors=True) for case in job.cases)
+    bench.fresh()
+    return Evidence(job, records, {"alone": bench.call(job.cases[-1])})
 
 
 def judge(study: Study, evidence: Sequence[Evidence]) -> Conclusion:
@@ -68,7 +76,32 @@ def judge(study: Study, evidence: Sequence[Evidence]) -> Conclusion:
     ]
     if reused:
         findings.append(_overwritten(cases[reused[0]], reused[0]))
-    return Conclusion(findings[:1] or [held(NAME, f"{len(cases)} draws in one process gave results of their own")])
+    findings += [f for e in evidence[1:] for f in _judge_same_tensors(study, e)]
+    words = f"{len(cases)} draws in one process gave results of their own, in new tensors and in the same ones"
+    return Conclusion(findings[:1] or [held(NAME, words)])
+
+
+def _judge_same_tensors(study: Study, e: Evidence) -> list[Finding]:
+    case, last, alone = e.job.cases[-1], e.records[-1], e.extra["alone"]
+    if not last.usable:
+        return [not_verified(NAME, unusable(last), where=where(case))]
+    try:
+        objections = wrong_outputs(study, case, last)
+        if not objections or not alone.usable or wrong_outputs(study, case, alone):
+            return []  # right; or wrong in new tensors as well, which is no cache's doing
+    except InfrastructureError as error:
+        return [not_verified(NAME, str(error), where=where(case))]
+    output, words = next(iter(objections.items()))
+    return [
+        failed(
+            NAME,
+            f"`{output}` is wrong when new values lie in the tensors of an earlier call, and right in new tensors: {words}",
+            output=output,
+            cause="in-place",
+            where=where(case),
+            advice="Do not cache by address, object or version: weights are updated where they lie.",
+        )
+    ]
 
 
 def _compare(study: Study, cases: Sequence[Case], records: Sequence[CallRecord], later: int) -> list[Finding]:

@@ -318,9 +318,13 @@ class Session:
         *,
         poison: float | None = float("nan"),
         echo: bool = False,
+        same_tensors: bool = False,
         timeout_s: float | None = None,
     ) -> CallRecord:
         """One call of the candidate on these inputs, which it gets as fresh copies.
+
+        With `same_tensors` they are kept for the next such call, whose values are written into them where the layouts
+        agree, as a program does that loads weights anew: same address, same object, same version.
 
         `outputs` declares what must come back. `poison` fills the outputs (destination passing) or memory
         that was just freed (return style): NaN, a finite number, or None for zeros. `echo` sends the tensor
@@ -337,6 +341,7 @@ class Session:
             "outputs": [{"name": o.name, "shape": o.shape, "dtype": o.dtype} for o in outputs],
             "poison": poison,
             "echo": echo,
+            "same_tensors": same_tensors,
         }
         blobs = [buffer(window(v)) for v in sent if isinstance(v, Tensor)]
         received = _Received(outputs, sent if echo else ())
