@@ -30,6 +30,7 @@ class Pair:
     causes      checks or causes of findings, one of which must have rejected the faulty kernel
     lenient     the problem cannot be judged fully: the honest kernel must not be rejected, the faulty not accepted
     known_miss  why the faulty kernel is not rejected yet, or "sometimes: …" when it depends on the seed
+    any_layout  audited with the policy that demands right values for inputs of any layout
     known_alarm why the honest kernel is not accepted yet, likewise
     """
 
@@ -44,6 +45,7 @@ class Pair:
     lenient: bool = False
     known_miss: str = ""
     known_alarm: str = ""
+    any_layout: bool = False
 
 
 def generator(seed: int) -> torch.Generator:

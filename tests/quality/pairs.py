@@ -24,6 +24,8 @@ from tests.quality import (
     f02_range,
     f03_semantics,
     f04_fitted,
+    f06_layout,
+    f09_state,
     f12_gradients,
     f13_specials,
     f14_random,
@@ -34,7 +36,18 @@ from tests.quality.case import Pair
 import seatrial
 from seatrial.model import Finding, Outcome, Report, Verdict
 
-TABLES = (f01_accumulation, f02_range, f03_semantics, f04_fitted, f12_gradients, f13_specials, f14_random, traps)
+TABLES = (
+    f01_accumulation,
+    f02_range,
+    f03_semantics,
+    f04_fitted,
+    f06_layout,
+    f09_state,
+    f12_gradients,
+    f13_specials,
+    f14_random,
+    traps,
+)
 PAIRS: dict[str, Pair] = {pair.case: pair for table in TABLES for pair in table.PAIRS}
 README = Path(__file__).parent / "README.md"
 HONEST, FAULTY = "honest", "faulty"
@@ -69,6 +82,7 @@ def judge(case: str, side: str, seed: int) -> Judged:
         seed=seed,
         device="cpu",
         skip=("training-divergence",),
+        any_layout=pair.any_layout,
     )
     failed = [finding for finding in report.findings if finding.outcome is Outcome.FAILED]
     return Judged(

@@ -4,12 +4,13 @@ What it shows      new values in tensors of the same shapes give new results
 Why it matters     a cache keyed by shape, pointer or object passes every benchmark that repeats its inputs, and serves
                    the first request's answer for ever
 How                several draws of one workload follow each other in one process, every one in fresh tensors; each
-                   result is compared with its own oracle and with the earlier results; the child keeps the last result
-                   alive and sees whether the next one lies in its memory. Then new values are written into the same
-                   tensors (address, object and version stay), as when weights are loaded anew: what is right in fresh
-                   tensors and wrong there is a cache's
-What it misses     caches keyed by the values themselves, and by single elements
-Cost               seven calls
+                   result is compared with the earlier ones, and the first call of the process with the same inputs
+                   at its end; the child keeps the last result alive and sees whether the next one lies in its memory.
+                   Then new values are written into the same tensors (address, object and version stay), as when
+                   weights are loaded anew, and one new element into each: what is right in fresh tensors and wrong
+                   there is a cache's
+What it misses     caches keyed by all the values, and such as are dropped when calls come a little later
+Cost               eleven calls
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from seatrial.checks.base import (
     where,
 )
 from seatrial.errors import InfrastructureError
-from seatrial.model import CallRecord, Finding
+from seatrial.model import CallRecord, Finding, Value
 from seatrial.study import Case, Study
 from seatrial.values import wrong_outputs
 
@@ -39,6 +40,8 @@ TITLE = "each call's result is its own"
 
 DRAWS = 3
 FRESH, SAME = "new values in new tensors", "new values in the same tensors"
+ONE = "one new element in the same tensors"
+FAR_OUT = 8.0  # sigma: where the one element goes
 
 
 def plan(study: Study) -> Sequence[Job] | NotApplicable:
@@ -46,17 +49,44 @@ def plan(study: Study) -> Sequence[Job] | NotApplicable:
     if all(not spec.shape for spec in study.problem.inputs):
         return NotApplicable("no tensor inputs whose values could change")
     cases = tuple(study.case(study.smallest, draw=40 + i) for i in range(DRAWS))
-    return (Job(FRESH, cases), Job(SAME, cases))
+    return (Job(FRESH, cases), Job(SAME, cases), Job(ONE, cases[:1]))
 
 
 def observe(bench: Bench, job: Job) -> Evidence:
     """All draws in one process that has made no call before; of the same tensors, the last draw once more in new ones."""
     bench.fresh()
     if job.words == FRESH:
-        return Evidence(job, tuple(bench.call(case) for case in job.cases))
+        return Evidence(job, tuple(map(bench.call, job.cases)), {"again": bench.call(job.cases[0])})
+    if job.words == ONE:
+        case, changed = job.cases[0], one_changed(bench.study, job.cases[0])
+        pair = (bench.call(case, same_tensors=True), bench.call(case, inputs=changed, same_tensors=True))
+        bench.fresh()
+        return Evidence(job, pair, {"alone": bench.call(case, inputs=changed)})
     records = tuple(bench.call(case, same_tensors=True) for case in job.cases)
     bench.fresh()
     return Evidence(job, records, {"alone": bench.call(job.cases[-1])})
+
+
+def one_changed(study: Study, case: Case) -> list[Value]:
+    """The inputs of the case with one element of every float tensor far out, neither near its start nor near its end."""
+    import torch
+
+    generator = torch.Generator().manual_seed(study.seed_for("one element", *case.key))
+    made: list[Value] = []
+    for value in study.inputs(case):
+        if isinstance(value, torch.Tensor) and value.dtype in (
+            torch.float32,
+            torch.float16,
+            torch.bfloat16,
+            torch.float64,
+        ):
+            value = value.clone(memory_format=torch.contiguous_format)
+            if value.numel():
+                middle = max(1, value.numel() // 2)
+                at = value.numel() // 4 + int(torch.randint(0, middle, (), generator=generator))
+                value.view(-1)[at] = FAR_OUT * float(value.double().square().mean().sqrt())
+        made.append(value)
+    return made
 
 
 def judge(study: Study, evidence: Sequence[Evidence]) -> Conclusion:
@@ -68,6 +98,7 @@ def judge(study: Study, evidence: Sequence[Evidence]) -> Conclusion:
         if not record.usable:
             return Conclusion([not_verified(NAME, unusable(record), where=where(case))])
     findings = [f for i in range(1, len(cases)) for f in _compare(study, cases, records, i)]
+    findings += _judge_order(study, evidence[0])
     reused = [
         i
         for i in range(1, len(records))
@@ -81,13 +112,45 @@ def judge(study: Study, evidence: Sequence[Evidence]) -> Conclusion:
     return Conclusion(findings[:1] or [held(NAME, words)])
 
 
-def _judge_same_tensors(study: Study, e: Evidence) -> list[Finding]:
-    case, last, alone = e.job.cases[-1], e.records[-1], e.extra["alone"]
+def _judge_order(study: Study, e: Evidence) -> list[Finding]:
+    """The same inputs in the first call of a process and in its last: where one is right, the order is to blame."""
+    case, first, last = e.job.cases[0], e.records[0], e.extra["again"]
     if not last.usable:
         return [not_verified(NAME, unusable(last), where=where(case))]
     try:
-        objections = wrong_outputs(study, case, last)
-        if not objections or not alone.usable or wrong_outputs(study, case, alone):
+        early, late = wrong_outputs(study, case, first), wrong_outputs(study, case, last)
+    except InfrastructureError as error:
+        return [not_verified(NAME, str(error), where=where(case))]
+    if bool(early) == bool(late):
+        return []  # right; or wrong whatever went before, which other checks tell
+    output, words = next(iter((early or late).items()))
+    wrong, right = ("the first call", f"call {DRAWS + 1}") if early else (f"call {DRAWS + 1}", "the first call")
+    return [
+        failed(
+            NAME,
+            f"`{output}` is wrong in {wrong} of a fresh process, and right in {right}, on the same inputs: {words}",
+            output=output,
+            cause="first-call" if early else "order-of-calls",
+            where=where(case),
+            advice="Clear what an autotuner's trial runs leave in the output; compute every call from its inputs alone.",
+        )
+    ]
+
+
+def _judge_same_tensors(study: Study, e: Evidence) -> list[Finding]:
+    case, last, alone = e.job.cases[-1], e.records[-1], e.extra.get("alone")
+    if not last.usable or alone is None:
+        return [not_verified(NAME, unusable(last), where=where(case))]
+
+    def wrong(record: CallRecord) -> dict[str, str]:
+        if e.job.words == SAME:
+            return wrong_outputs(study, case, record)
+        reports = study.judge_inputs(one_changed(study, case), record.outputs, f"{NAME} {ONE}")
+        return {r.name: next(t for t in r.tests if t.failed).words for r in reports if r.passed is False}
+
+    try:
+        objections = wrong(last)
+        if not objections or not alone.usable or wrong(alone):
             return []  # right; or wrong in new tensors as well, which is no cache's doing
     except InfrastructureError as error:
         return [not_verified(NAME, str(error), where=where(case))]
@@ -95,7 +158,8 @@ def _judge_same_tensors(study: Study, e: Evidence) -> list[Finding]:
     return [
         failed(
             NAME,
-            f"`{output}` is wrong when new values lie in the tensors of an earlier call, and right in new tensors: {words}",
+            f"`{output}` is wrong where {e.job.words} follow{'s' if e.job.words == ONE else ''} an earlier call, and right "
+            f"in new tensors: {words}",
             output=output,
             cause="in-place",
             where=where(case),
