@@ -132,7 +132,8 @@ def test_the_case_is_smaller_than_the_audits(name: str, folder_of_files: Path) -
 def test_the_file_needs_no_bytes_where_literals_do(folder_of_files: Path) -> None:
     told = read(made("rmsnorm", folder_of_files).file)
     assert told["blobs"] == {}
-    assert told["CASE"]["calls"][0][0]["fill"] == 0.0, "a row of zeros is the plainest that shows a forgotten epsilon"
+    fill = told["CASE"]["calls"][0][0]["fill"]
+    assert fill**2 < 1e-4, "a row of one value, zero or so small that the forgotten epsilon decides"
 
 
 def test_a_narrow_carry_shows_by_more_than_one_rounding(folder_of_files: Path) -> None:
