@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -80,6 +81,28 @@ def test_a_native_reference_that_falls_short_excuses_what_is_no_farther_off_when
     for wide, share, excused in ((True, -1.2e-3, True), (True, -1e-2, False), (False, -1.2e-3, False)):
         monkeypatch.setattr(subject, "_native_is_bounded", lambda case, output, same, wide=wide: wide)
         assert subject.excuses(case, off_by(share)) == [excused]
+
+
+@pytest.mark.parametrize(("slope", "excused"), [(1.0, True), (3.0, False)])
+def test_a_native_carry_excuses_where_io_roundings_leave_nothing_to_judge(
+    monkeypatch: pytest.MonkeyPatch, slope: float, excused: bool
+) -> None:
+    subject = study()
+    case = subject.case(subject.smallest)
+    exact = subject.exact(case)[0]
+    noise = torch.randn(exact.shape, generator=torch.Generator().manual_seed(3), dtype=exact.dtype)
+    monkeypatch.setattr(subject, "native", lambda of: ((exact * (1 + 0.1 * noise)).float(),))
+    monkeypatch.setattr(subject, "_native_is_bounded", lambda case, output, same: False)
+    whole = subject.judge
+    for io_judges in (True, False):
+
+        def judge(case: studies.Case, outputs: tuple[torch.Tensor, ...], contract: str = "TC") -> tuple[Any, ...]:
+            reports = whole(case, outputs, contract)
+            return reports if contract != "IO" or io_judges else tuple(replace(r, passed=None) for r in reports)  # noqa: B023
+
+        monkeypatch.setattr(subject, "judge", judge)
+        outputs = ((exact * (1 - slope * 0.1 * noise)).float(),)
+        assert subject.excuses(case, outputs) == [excused and not io_judges]
 
 
 def test_a_native_carry_bounds_nothing_and_wide_sums_do(monkeypatch: pytest.MonkeyPatch) -> None:
