@@ -121,6 +121,33 @@ def test_truncation_is_seen_by_its_lean_alone() -> None:
     assert report.passed is False and "bias" in failing(report) and "tail" not in failing(report)
 
 
+def few_rows(kernel: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Attention whose unnormalised probabilities go through `kernel` before the second product."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        exact = torch.exp((s := q.float() @ k.float().T / 6) - s.amax(-1, keepdim=True))
+        return (kernel(exact) @ v.float() / exact.sum(-1, keepdim=True)).bfloat16()
+
+    return run
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_operands_of_rows_that_repeat_are_rounded_alike(seed: int) -> None:
+    """Few distinct numbers are off together in an honest kernel, so its mean error is no sign of a bias."""
+    g = torch.Generator().manual_seed(seed)
+    four = {n: torch.randn(4, 32, generator=g).abs().bfloat16() for n in "qkv"}
+    q, k, v = (four[n][torch.randint(4, (64,), generator=g)] for n in "qkv")
+
+    def reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (torch.softmax(q.float() @ k.float().T / 6, -1) @ v.float()).bfloat16()
+
+    envelope = built(reference, [q, k, v], seed=seed)
+    nearest = few_rows(lambda p: p.bfloat16().float())(q, k, v)
+    cut_off = few_rows(lambda p: (p.view(torch.int32) & -65536).view(torch.float32) * (1 - 2**-6))(q, k, v)
+    assert only(envelope.judge([nearest])).passed
+    assert only(envelope.judge([cut_off])).passed is False
+
+
 def test_repeated_values_do_not_make_rounding_to_nearest_look_biased() -> None:
     x = torch.full((64, 64), 1 + 2.0**-7).to(BF16)
     reference: Callable[..., Any] = lambda x: (x.float() * 1.5).to(BF16)  # noqa: E731 - every element is the same tie

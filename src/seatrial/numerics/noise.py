@@ -27,6 +27,7 @@ from seatrial.numerics.promote import MATMULS, WIDE, OpCall, Tape, op_names
 
 _STORE_SPREAD = 0.75  # a uniform error of 0.75 u has the deviation 0.43 u that rounding to nearest has
 _FUNCTION_ULPS = 4.0  # exp, tanh, … of an honest math library, in units of the roundoff
+_ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 over the golden ratio, odd: spreads keys (Knuth, TAOCP 6.4)
 _POOL = 1 << 20
 _FP8_BITS, _FP8_BLOCK = 13, 128  # of Hopper's units: bits below the largest term; terms until the sum is promoted
 
@@ -156,7 +157,7 @@ class Noise:
             return value
         if self._nearest:
             return round_to(value, target)
-        return self._times_one_plus(value, _STORE_SPREAD * unit_roundoff(target))
+        return self._times_one_plus_alike(value, _STORE_SPREAD * unit_roundoff(target))
 
     def constant(self, value: Tensor, declared: torch.dtype) -> Tensor:
         """Constants are rounded once, alike wherever they are used; an honest kernel may keep them exact."""
@@ -176,6 +177,19 @@ class Noise:
     def _times_one_plus(self, value: Tensor, size: float) -> Tensor:
         one = torch.ones((), dtype=WIDE, device=value.device)
         return torch.add(one, self._uniform(value), alpha=size).mul_(value)  # keeps infinities
+
+    def _times_one_plus_alike(self, value: Tensor, size: float) -> Tensor:
+        """The same error for equal values, as rounding gives it: rows that repeat are off together.
+
+        Equal means to 16 significant bits, which is finer than what is rounded here and coarser than the noise that is
+        on the values already.
+        """
+        salt = int(torch.randint(_POOL, (), generator=self._random))
+        key = value.contiguous().view(torch.int64).add(1 << 35).bitwise_right_shift_(36)
+        key = key.mul_(_ODD).bitwise_right_shift_(30).bitwise_and_(_POOL - 1).bitwise_xor_(salt)
+        drawn = _pool("uniform", str(value.device))[key]
+        one = torch.ones((), dtype=WIDE, device=value.device)
+        return torch.add(one, drawn, alpha=size).mul_(value)
 
     def _with_rounded_constants(self, call: OpCall, result: Tensor) -> Tensor:
         """A Python constant is rounded once, which moves every element alike."""
@@ -276,7 +290,7 @@ class Noise:
         if self._nearest:
             mantissa, exponent = torch.frexp(operand)
             return torch.ldexp((mantissa / allowed).round_().mul_(allowed), exponent)
-        return self._times_one_plus(operand, _STORE_SPREAD * allowed)
+        return self._times_one_plus_alike(operand, _STORE_SPREAD * allowed)
 
     def _operand_format(self, call: OpCall, operand: Tensor) -> float | None:
         allowed = self._operand_target()
