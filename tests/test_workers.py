@@ -21,7 +21,7 @@ from torch import Tensor
 
 from seatrial.devices import pick
 from seatrial.model import CallRecord, Candidate, OutputSlot, Ran, SourceFile
-from seatrial.poison import allocator_fills
+from seatrial.poison import ALL_BITS, OTHER_BITS, allocator_fills
 from seatrial.policy import Policy
 from seatrial.workers.process import ForkServer, Session
 from seatrial.workers.tensors import Layout, all_bytes, buffer, dtype_named, fill_with, window
@@ -65,10 +65,11 @@ def once(
     dps: bool = False,
     poison: float | None = NAN,
     echo: bool = False,
+    guard: int = ALL_BITS,
 ) -> CallRecord:
     with opened(server, source, policy=policy, dps=dps) as session:
         assert session.loaded.ran is Ran.RETURNED, session.loaded
-        return session.call(inputs, outputs, poison=poison, echo=echo)
+        return session.call(inputs, outputs, poison=poison, echo=echo, guard=guard)
 
 
 def bits(tensor: Tensor) -> bytes:
@@ -667,9 +668,36 @@ def test_two_poisons_differ_in_every_dtype(name: str) -> None:
 
 
 def test_writing_beyond_a_destination_is_noted(server: ForkServer) -> None:
-    beyond = "def run(y):\n    y.fill_(1)\n    y.as_strided((1,), (1,), y.storage_offset() + 2).fill_(9)\n"
-    assert once(server, beyond, dps=True).facts["guards_broken"] == ["y"]
-    assert once(server, beyond.replace("+ 2", "+ 1"), dps=True).facts["guards_broken"] == []
+    beyond = "import ctypes\ndef run(y):\n    y.fill_(1)\n    ctypes.memset(y.data_ptr() + y.nbytes, 9, 4)\n"
+    assert once(server, beyond, dps=True).facts["guards_broken"] == ["behind output 0"]
+    before = beyond.replace("+ y.nbytes", "- 4")
+    assert once(server, before, dps=True).facts["guards_broken"] == ["before output 0"]
+    assert once(server, beyond.replace("+ y.nbytes", "+ 4"), dps=True).facts["guards_broken"] == []
+
+
+@pytest.mark.parametrize("place, told", [("- 1", "before"), ("+ 4 * x.numel()", "behind"), ("+ 0", "")])
+@pytest.mark.parametrize("offset", [0, 3])
+def test_writing_beyond_an_input_is_noted(server: ForkServer, place: str, told: str, offset: int) -> None:
+    source = f"import ctypes\ndef run(x):\n    ctypes.memset(x.data_ptr() {place}, 9, 1)\n    return x[:2] * 2\n"
+    x = torch.ones(64)[offset : offset + 6]
+    facts = once(server, source, [x]).facts
+    assert facts["guards_broken"] == ([f"{told} input 0"] if told else [])
+
+
+def test_a_tensor_between_guard_bands_looks_like_any_other(server: ForkServer) -> None:
+    facts_of_x = "torch.tensor([float(x.storage_offset()), float(x.untyped_storage().nbytes())])"
+    record = once(server, f"import torch\ndef run(x):\n    return {facts_of_x}\n", [torch.ones(5, 3)])
+    assert record.outputs[0].tolist() == [0.0, 60.0]
+
+
+@pytest.mark.parametrize("byte", [ALL_BITS, OTHER_BITS])
+def test_what_lies_beyond_the_ends_is_chosen_by_the_caller(server: ForkServer, byte: int) -> None:
+    source = (
+        "import ctypes, torch\ndef run(x):\n"
+        "    ends = (x.data_ptr() - 1, x.data_ptr() + x.nbytes)\n"
+        "    return torch.tensor([float(ctypes.c_ubyte.from_address(end).value) for end in ends])\n"
+    )
+    assert once(server, source, [torch.zeros(7)], guard=byte).outputs[0].tolist() == [byte, byte]
 
 
 # --- the contract of outputs -----------------------------------------------------------------------

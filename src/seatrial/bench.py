@@ -8,10 +8,10 @@ refused here, so that a verdict comes in bounded time.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from seatrial.model import CallRecord, Candidate, OutputSlot, Ran, Value
-from seatrial.poison import NAN
+from seatrial.poison import ALL_BITS, NAN
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,6 +35,7 @@ class Bench:
         self.asked = 0  # calls that a check wanted, refused ones included
         self.unanswered: list[Ran] = []  # per call without a result through the candidate's own doing, how it ended
         self.deaths: list[CallRecord] = []
+        self.overruns: list[tuple[Case, CallRecord]] = []  # calls that wrote beyond the ends of a tensor
         self.proven_fault = False  # a check that ran before has rejected the numbers
         self.progress: Callable[[str, float], None] = lambda words, share: None
         self._server = server
@@ -55,50 +56,37 @@ class Bench:
         *,
         inputs: Sequence[Value] | None = None,
         poison: float | None = NAN,
+        guard: int = ALL_BITS,
         echo: bool = False,
         same_tensors: bool = False,
     ) -> CallRecord:
         """One call on the inputs of a case (or on others of the same sizes), in fresh tensors or in the last call's."""
-        return self._call(
-            self.study.inputs(case) if inputs is None else inputs,
-            self.study.slots(case.workload),
-            poison=poison,
-            echo=echo,
-            same_tensors=same_tensors,
-        )
+        given = self.study.inputs(case) if inputs is None else inputs
+        slots = self.study.slots(case.workload)
+        asked = {"poison": poison, "guard": guard, "echo": echo, "same_tensors": same_tensors}
+        return self._noted(case, self._call(given, slots, **asked))
 
-    def _call(
-        self,
-        inputs: Sequence[Value],
-        slots: Sequence[OutputSlot],
-        *,
-        poison: float | None = NAN,
-        echo: bool = False,
-        same_tensors: bool = False,
-    ) -> CallRecord:
+    def _noted(self, case: Case, record: CallRecord) -> CallRecord:
+        if record.facts.get("guards_broken"):
+            self.overruns.append((case, record))
+        return record
+
+    def _call(self, inputs: Sequence[Value], slots: Sequence[OutputSlot], **asked: Any) -> CallRecord:
         self.asked += 1
-        record = self._answer(inputs, slots, poison=poison, echo=echo, same_tensors=same_tensors)
+        record = self._answer(inputs, slots, **asked)
         ended = self._given_up if record.ran is Ran.LOST else record.ran
         if ended in NO_ANSWER:
             self.unanswered.append(ended)
         return record
 
-    def _answer(
-        self,
-        inputs: Sequence[Value],
-        slots: Sequence[OutputSlot],
-        *,
-        poison: float | None,
-        echo: bool,
-        same_tensors: bool,
-    ) -> CallRecord:
+    def _answer(self, inputs: Sequence[Value], slots: Sequence[OutputSlot], **asked: Any) -> CallRecord:
         refusal = self._refusal()
         if refusal is not None:
             return refusal
         session = self._open()
         if session.loaded.ran is not Ran.RETURNED:
             return session.loaded
-        record = session.call(inputs, slots, poison=poison, echo=echo, same_tensors=same_tensors)
+        record = session.call(inputs, slots, **asked)
         self.calls += 1
         if not session.alive:
             self.deaths.append(record)
@@ -110,7 +98,7 @@ class Bench:
 
         def call(inputs: Sequence[Value]) -> tuple[Tensor, ...] | None:
             on_the_wire = [v.cpu() if hasattr(v, "cpu") else v for v in inputs]
-            record = self._call(on_the_wire, self.study.slots_for(inputs, case.workload))
+            record = self._noted(case, self._call(on_the_wire, self.study.slots_for(inputs, case.workload)))
             return record.outputs if record.usable else None
 
         return call

@@ -8,6 +8,8 @@ release; the bytes are chosen so that every float format reads an absurd number.
 from __future__ import annotations
 
 NAN = float("nan")
+ALL_BITS = 0xFF  # around and between the tensors of a call: NaN in float formats, -1 in integers
+OTHER_BITS = 0x47  # instead of it: 51015.3 in fp32, 51072 in bf16, 7.3 in fp16; 18247 in int16
 FINITE = 192.0  # unlikely as a result, exact in every float format of 8 bits or more
 
 # glibc fills released memory with the byte and fresh memory with its complement.

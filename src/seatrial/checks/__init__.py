@@ -11,6 +11,7 @@ from seatrial.checks import (
     fitted_sizes,
     mutated_input,
     narrow_accumulator,
+    out_of_bounds,
     replayed_result,
     stale_output,
     tampered_process,
@@ -31,6 +32,7 @@ _stale_output: Check = stale_output
 _mutated_input: Check = mutated_input
 _assumed_layout: Check = assumed_layout
 _tampered_process: Check = tampered_process
+_out_of_bounds: Check = out_of_bounds
 _training_divergence: Check = training_divergence
 
 CHECKS: dict[str, Check] = {
@@ -48,6 +50,7 @@ CHECKS: dict[str, Check] = {
         _mutated_input,
         _assumed_layout,
         _tampered_process,
+        _out_of_bounds,
         _training_divergence,
     )
 }

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from seatrial.model import Value
+from seatrial.poison import ALL_BITS
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 PADDING_BYTES = 64  # between rows: keeps what alignment a row had
-UNOWNED = 0xFF  # fills memory between the elements of a view: NaN in float formats, -1 in integers
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def _unowned(shape: tuple[int, ...], like: Tensor) -> Tensor:
     from seatrial.workers.tensors import all_bytes
 
     made = torch.empty(shape, dtype=like.dtype, device=like.device)
-    all_bytes(made).fill_(UNOWNED)
+    all_bytes(made).fill_(ALL_BITS)
     return made
 
 

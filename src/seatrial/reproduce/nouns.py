@@ -13,7 +13,10 @@ if TYPE_CHECKING:
 
     from seatrial.study import Study
 
-KINDS = ("values", "replayed", "overwritten", "mutated", "unwritten", "contract", "out-of-bounds", "dies", "load")
+KINDS = (
+    *("values", "replayed", "overwritten", "mutated", "unwritten", "contract"),
+    *("writes-beyond", "reads-beyond", "dies", "load"),
+)
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from seatrial.study import Case, Study
 
 VALUE_CHECKS = ("wrong-values", "fitted-inputs", "fitted-sizes")
+NEED_AN_OUTPUT = ("values", "replayed", "unwritten")
 MANY_ROUNDINGS = 4.0  # times what is allowed
 MOST_SECONDS = 30.0  # for finding the case again, beside the seconds that the search may take
 PROBE_CALLS = 6  # of the recorded probe calls, spread over all of them
@@ -54,7 +55,7 @@ def _candidates(study: Study, bench: Bench, finding: Finding) -> Iterator[Situat
         yield from _accumulator(study, bench, output)
         return
     kind, case = _kind(finding), _case(study, finding)
-    if kind is None or case is None or (kind in ("values", "replayed", "unwritten") and output is None):
+    if kind is None or case is None or (kind in NEED_AN_OUTPUT and output is None):
         return
     calls = [tuple(study.inputs(c)) for c in (*_earlier(study, finding, case), case)]
     situation = Situation(kind, dict(case.workload.axes), tuple(calls), output, _family(finding))
@@ -77,7 +78,8 @@ def _kind(finding: Finding) -> str | None:
         ("stale-output", "unwritten"): "unwritten",
         ("mutated-input", "mutated"): "mutated",
         ("broken-contract", "contract"): "contract",
-        ("broken-contract", "out-of-bounds"): "out-of-bounds",
+        ("out-of-bounds", "out-of-bounds:write"): "writes-beyond",
+        ("out-of-bounds", "out-of-bounds:read"): "reads-beyond",
     }
     return known.get((finding.check, finding.cause))
 
@@ -100,7 +102,8 @@ def _plan(study: Study, check: str) -> list[Case]:
 
 def _case(study: Study, finding: Finding) -> Case | None:
     where = finding.where
-    for case in _plan(study, finding.check):
+    plans = [finding.check, *CHECKS] if finding.check == "out-of-bounds" else [finding.check]  # any call may overrun
+    for case in (case for check in plans for case in _plan(study, check)):
         if (case.seed, case.recipe, dict(case.workload.axes)) == (where.seed, where.inputs, where.axes):
             return case
     return None

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from seatrial.checks.base import unusable
 from seatrial.checks.mutated_input import changed_elements
+from seatrial.checks.out_of_bounds import BETWEEN, changed_by_the_bands
 from seatrial.checks.stale_output import unwritten
 from seatrial.errors import InfrastructureError
 from seatrial.model import CallRecord, Ran
@@ -43,6 +44,7 @@ def examine(study: Study, bench: Bench, situation: Situation) -> Answer:
             "overwritten": _overwritten,
             "mutated": _mutated,
             "unwritten": _unwritten,
+            "reads-beyond": _reads_beyond,
         }.get(situation.kind, _record)
         return look(study, bench, case, situation)
     except InfrastructureError as error:
@@ -123,6 +125,17 @@ def _unwritten(study: Study, bench: Bench, case: Case, situation: Situation) -> 
     stale = unwritten(on_nan.outputs[situation.output], on_finite.outputs[situation.output])
     if bool(stale.any()):
         return Answer(Symptom(f"{int(stale.sum())} of {stale.numel()} elements were never written"))
+    return Answer()
+
+
+def _reads_beyond(study: Study, bench: Bench, case: Case, situation: Situation) -> Answer:
+    records = [bench.call(case, inputs=situation.calls[0], guard=byte) for byte in BETWEEN]
+    for record in records:
+        if not record.usable:
+            return Answer(unable=unusable(record))
+    for spec, *outputs in zip(study.problem.outputs, *(r.outputs for r in records), strict=True):
+        if share := changed_by_the_bands(*outputs):
+            return Answer(Symptom(f"{share:.2%} of `{spec.name}` changes with what lies beyond the ends of the inputs"))
     return Answer()
 
 

@@ -13,7 +13,8 @@ Facts of a call (all optional, all seen from inside and so no proof of innocence
     flags_changed     process-wide settings that are not what they were before the import, one sentence each
     precision_lowered precision settings that were written to a coarser side since the last call, put back or not
     rng_changed       whether torch's random generators moved
-    guards_broken     names of output buffers written beyond their ends (destination passing)
+    guards_broken     tensors beyond whose ends something was written, "behind output 0", by position: inputs, and
+                      outputs that were given as buffers
     stream_lag_s      seconds that other streams still worked after the judged stream had finished
 
 The facts of loading are `patched`, `flags_changed`, `rng_changed` and `threads_started`.
@@ -39,6 +40,7 @@ from seatrial.builders.python import BuildFailed, build, in_own_words
 from seatrial.devices import Device, pick
 from seatrial.poison import perturb_byte
 from seatrial.workers import observed, precision, sandbox
+from seatrial.workers.guards import Guarded
 from seatrial.workers.sandbox import Layers, Place
 from seatrial.workers.tensors import (
     Layout,
@@ -54,8 +56,6 @@ from seatrial.workers.wire import REQUEST_LIMIT, Buffer, Garbled, Gone, Wire
 
 _MAX_TEXT = 8192
 _MAX_ITEMS = 64
-_GUARD_BYTES = 512  # on both sides of a destination; keeps the alignment of a fresh CUDA allocation
-_GUARD = 0xC3
 _POISONED_BYTES, _MOST_BLOCKS = 1 << 18, 96  # of freed memory per output that is left behind on purpose
 _ALIGNMENT_BYTES = 128
 _RECURSION_OF_INDUCTOR = 2000
@@ -145,7 +145,7 @@ def _serve(wire: Wire, place: Place) -> None:
     wire.send(answer, token=token)
     while host is not None:
         request, token = wire.receive(limit=REQUEST_LIMIT)
-        inputs = [_receive_input(wire, spec, host.device) for spec in request["inputs"]]
+        inputs = [_receive_input(wire, spec, host.device, request["guard"]) for spec in request["inputs"]]
         if request["same_tensors"]:
             inputs = _in_the_last_ones(inputs, host.inputs)
         host.inputs = inputs if request["same_tensors"] else ()
@@ -225,19 +225,22 @@ class _Input:
     value: Any
     layout: Layout | None
     alias: Tensor | None
+    bands: Guarded | None = None
 
 
-def _receive_input(wire: Wire, spec: dict[str, Any], device: Device) -> _Input:
+def _receive_input(wire: Wire, spec: dict[str, Any], device: Device, guard: int) -> _Input:
     if "scalar" in spec:
         return _Input(spec["scalar"], None, None)
     layout = Layout.from_json(spec)
-    here = layout.empty()
-    wire.fill(buffer(window(here)))
+    there, bands = layout.guarded(device.name, guard)
+    alias = bands.tensor(there.dtype, layout.shape, layout.strides, layout.offset)
     if device.name == "cpu":
-        return _Input(here, layout, here.as_strided(layout.shape, layout.strides, layout.offset))
-    there = layout.empty(device.name)
-    all_bytes(there).copy_(all_bytes(here))
-    return _Input(there, layout, there.as_strided(layout.shape, layout.strides, layout.offset))
+        wire.fill(buffer(window(alias)))
+    else:
+        here = layout.empty()
+        wire.fill(buffer(window(here)))
+        window(alias).copy_(window(here))
+    return _Input(there, layout, alias, bands)
 
 
 def _in_the_last_ones(fresh: Sequence[_Input], last: Sequence[_Input]) -> list[_Input]:
@@ -254,32 +257,34 @@ def _in_the_last_ones(fresh: Sequence[_Input], last: Sequence[_Input]) -> list[_
 
 @dataclass(frozen=True)
 class _Destination:
-    """An output buffer between two guards. `base` is never shown to the candidate."""
+    """An output buffer between two guard bands."""
 
     name: str
-    base: Tensor
+    bands: Guarded
     given: Tensor
 
     @classmethod
-    def make(cls, slot: dict[str, Any], poison: float | None, device: Device) -> _Destination:
-        dtype = dtype_named(slot["dtype"])
-        shape = slot["shape"] or ()
-        guard = _GUARD_BYTES // dtype.itemsize
-        count = torch.Size(shape).numel()
-        base = torch.empty(count + 2 * guard, dtype=dtype, device=device.name)
-        all_bytes(base).fill_(_GUARD)
-        given = base[guard : guard + count].view(shape)
+    def make(cls, slot: dict[str, Any], poison: float | None, device: Device, guard: int) -> _Destination:
+        shape = tuple(slot["shape"] or ())
+        given, bands = Layout(slot["dtype"], shape, _dense(shape), 0).guarded(device.name, guard)
         fill_with(given, poison)
-        return cls(slot["name"], base, given)
+        return cls(slot["name"], bands, given)
 
     def untouched_view(self) -> Tensor:
-        """The buffer through our own base, whatever became of the tensor object that was handed out."""
-        guard = _GUARD_BYTES // self.base.dtype.itemsize
-        return self.base[guard : self.base.numel() - guard]
+        """The buffer by our own address, whatever became of the tensor object that was handed out."""
+        return self.bands.content().view(self.given.dtype)
 
-    def guards_hold(self) -> bool:
-        raw = all_bytes(self.base)
-        return bool((raw[:_GUARD_BYTES] == _GUARD).all()) and bool((raw[-_GUARD_BYTES:] == _GUARD).all())
+
+def _dense(shape: Sequence[int]) -> tuple[int, ...]:
+    return torch.empty(tuple(shape), device="meta").stride()
+
+
+def _broken_bands(inputs: Sequence[_Input], destinations: Sequence[_Destination]) -> list[str]:
+    """Where something was written beyond the ends of a tensor."""
+    placed = [(f"input {i}", given.bands) for i, given in enumerate(inputs)]
+    placed += [(f"output {i}", given.bands) for i, given in enumerate(destinations)]
+    sides = [(bands.broken(), name) for name, bands in placed if bands is not None]
+    return _clip_all([f"{side} {name}" for side, name in sides if side])
 
 
 def _call(host: _Host, request: dict[str, Any], inputs: Sequence[_Input]) -> tuple[dict[str, Any], Sequence[Buffer]]:
@@ -287,7 +292,7 @@ def _call(host: _Host, request: dict[str, Any], inputs: Sequence[_Input]) -> tup
     destinations: list[_Destination] = []
     try:
         if host.destination_passing:
-            destinations = [_Destination.make(slot, poison, device) for slot in slots]
+            destinations = [_Destination.make(slot, poison, device, request["guard"]) for slot in slots]
         else:
             _leave_poison_behind(slots, poison, device)
     except Exception as error:  # noqa: BLE001  (our own preparation, for example too large an output)
@@ -326,7 +331,7 @@ def _call(host: _Host, request: dict[str, Any], inputs: Sequence[_Input]) -> tup
         "flags_changed": _clip_all(observed.changes(host.flags, observed.flags(device))),
         "precision_lowered": _clip_all(host.watch.lowered()),
         "rng_changed": generators != observed.generators(device),
-        "guards_broken": [d.name for d in destinations if not d.guards_hold()],
+        "guards_broken": _broken_bands(inputs, destinations),
         "stream_lag_s": lag,
         "reuses_output": reused,
     }

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from seatrial.errors import InfrastructureError
 from seatrial.model import CallRecord, Candidate, OutputSlot, Ran, Value
+from seatrial.poison import ALL_BITS
 from seatrial.policy import Policy
 from seatrial.workers.sandbox import inherited_environment
 from seatrial.workers.tensors import Layout, all_bytes, buffer, dtype_named, plain_cpu, window
@@ -317,6 +318,7 @@ class Session:
         outputs: Sequence[OutputSlot],
         *,
         poison: float | None = float("nan"),
+        guard: int = ALL_BITS,
         echo: bool = False,
         same_tensors: bool = False,
         timeout_s: float | None = None,
@@ -327,7 +329,8 @@ class Session:
         agree, as a program does that loads weights anew: same address, same object, same version.
 
         `outputs` declares what must come back. `poison` fills the outputs (destination passing) or memory
-        that was just freed (return style): NaN, a finite number, or None for zeros. `echo` sends the tensor
+        that was just freed (return style): NaN, a finite number, or None for zeros. `guard` is the byte in the bands
+        around every tensor that is given. `echo` sends the tensor
         inputs back as they stand afterwards. `timeout_s` defaults to the policy's. Never raises for what a
         candidate does; a session that has ended answers `Ran.LOST` with the reason.
         """
@@ -340,6 +343,7 @@ class Session:
             "inputs": [Layout.of(v).to_json() if isinstance(v, Tensor) else {"scalar": v} for v in sent],
             "outputs": [{"name": o.name, "shape": o.shape, "dtype": o.dtype} for o in outputs],
             "poison": poison,
+            "guard": guard,
             "echo": echo,
             "same_tensors": same_tensors,
         }

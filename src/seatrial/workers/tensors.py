@@ -14,15 +14,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from seatrial.poison import ALL_BITS
+from seatrial.workers.guards import Guarded
 from seatrial.workers.wire import Buffer
 
 # Offsets beyond this many elements are shortened by multiples of it, so that the alignment of the view's
 # first element survives but a small slice of a huge tensor stays small.
 _KEPT_OFFSET = 4096
 
-# What lies before and behind a view in its storage is not part of the input: all bits set is NaN in every
-# float format that has one, and -1 as an integer.
-_NOT_YOURS = 0xFF
 _BEHIND = 64  # elements
 
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
@@ -75,13 +74,20 @@ class Layout:
     def from_json(cls, raw: dict[str, Any]) -> Layout:
         return cls(raw["dtype"], tuple(raw["shape"]), tuple(raw["strides"]), raw["offset"])
 
+    def guarded(self, device: str, byte: int) -> tuple[Tensor, Guarded]:
+        """The same between two guard bands, which hold `byte` as does whatever of its storage lies beside the view."""
+        dtype = dtype_named(self.dtype)
+        lead, tail = (n * dtype.itemsize for n in (self.offset, _BEHIND if self.offset else 0))
+        guarded = Guarded.make(lead + self.nbytes + tail, device, byte, lead=lead, tail=tail)
+        return guarded.tensor(dtype, self.shape, self.strides, self.offset), guarded
+
     def empty(self, device: str | torch.device = "cpu") -> Tensor:
         """A tensor of this layout in a storage of its own, contents undefined."""
         dtype = dtype_named(self.dtype)
         if self.offset == 0:
             return torch.empty_strided(self.shape, self.strides, dtype=dtype, device=device)
         base = torch.empty(self.offset + self.span + _BEHIND, dtype=dtype, device=device)
-        all_bytes(base).fill_(_NOT_YOURS)
+        all_bytes(base).fill_(ALL_BITS)
         return base.as_strided(self.shape, self.strides, self.offset)
 
 
