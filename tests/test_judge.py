@@ -28,7 +28,7 @@ def finding(outcome: Outcome, check: str = "wrong-values") -> Finding:
     ],
 )
 def test_the_verdict_of(outcomes: list[Outcome], verdict: Verdict) -> None:
-    assert conclude([finding(o) for o in outcomes]) is verdict
+    assert conclude([finding(o, *([f"check {i}"] if i else [])) for i, o in enumerate(outcomes)]) is verdict
 
 
 def test_exit_codes() -> None:
@@ -53,8 +53,19 @@ def test_causes_are_read_before_effects() -> None:
 @pytest.mark.parametrize(
     ("verdict", "outcomes", "ran", "said"),
     [
-        (Verdict.ACCEPTED, [Outcome.HELD], 12, "every planned check ran and held (1 finding)."),
-        (Verdict.ACCEPTED, [Outcome.HELD] * 2, 12, "every planned check ran and held (2 findings)."),
+        (Verdict.ACCEPTED, [Outcome.HELD], 12, "all 12 checks were run; they held."),
+        (
+            Verdict.ACCEPTED,
+            [Outcome.HELD, Outcome.NOT_APPLICABLE],
+            12,
+            "all 12 checks were run; 11 held, 1 does not apply to this problem.",
+        ),
+        (
+            Verdict.ACCEPTED,
+            [Outcome.NOT_APPLICABLE, Outcome.HELD],
+            2,
+            "2 of 12 checks were run; 1 held, 1 does not apply to this problem.",
+        ),
         (Verdict.ACCEPTED, [Outcome.HELD] * 2, 2, "2 of 12 checks were run; they held."),
         (Verdict.ACCEPTED, [Outcome.HELD], 1, "1 of 12 checks was run; it held."),
         (Verdict.REJECTED, [Outcome.FAILED], 4, "wrong-values failed; 4 of 12 checks were run."),
@@ -70,13 +81,18 @@ def test_causes_are_read_before_effects() -> None:
 def test_a_headline_says_how_much_of_the_audit_it_speaks_for(
     verdict: Verdict, outcomes: list[Outcome], ran: int, said: str
 ) -> None:
-    assert headline(verdict, [finding(o) for o in outcomes], ran=ran, known=12) == said
+    assert (
+        headline(
+            verdict, [finding(o, *([f"check {i}"] if i else [])) for i, o in enumerate(outcomes)], ran=ran, known=12
+        )
+        == said
+    )
 
 
 def test_an_acceptance_says_what_its_policy_leaves_out_and_a_rejection_does_not() -> None:
     gaps = {"ran": 12, "known": 12, "policy": "quick", "left_out": 2}
     assert headline(Verdict.ACCEPTED, [finding(Outcome.HELD)], **gaps) == (
-        "every planned check ran and held (1 finding); policy quick leaves out 2 things, named below."
+        "all 12 checks were run; they held; policy quick leaves out 2 things, named below."
     )
     part = headline(Verdict.ACCEPTED, [finding(Outcome.HELD)], **{**gaps, "ran": 1, "left_out": 1})
     assert part == "1 of 12 checks was run; it held; policy quick leaves out 1 thing, named below."

@@ -12,6 +12,7 @@ PRIORITY = (
     "crashing-call",
     "broken-contract",
     "tampered-process",
+    "out-of-bounds",
     "narrow-accumulator",
     "replayed-result",
     "stale-output",
@@ -68,9 +69,10 @@ def headline(
     first = findings[0].reason if findings else "nothing could be checked"
     part = "" if ran == known else _part(ran, known)
     if verdict is Verdict.ACCEPTED:
-        held = sum(f.outcome is Outcome.HELD for f in findings)
-        whole = f"every planned check ran and held ({_count(held, 'finding', 'findings')})"
-        ground = f"{part}; {'it' if ran == 1 else 'they'} held" if part else whole
+        aside = len({f.check for f in findings if f.outcome is Outcome.NOT_APPLICABLE})
+        held = f"{'it' if ran == 1 else 'they'} held" if not aside else f"{ran - aside} held"
+        apart = f", {aside} {'does' if aside == 1 else 'do'} not apply to this problem" if aside else ""
+        ground = f"{part or f'all {ran} checks were run'}; {held}{apart}"
         gaps = f"; policy {policy} leaves out {_count(left_out, 'thing', 'things')}, named below" if left_out else ""
         return f"{ground}{gaps}."
     more = sum(f.outcome is findings[0].outcome for f in findings) - 1 if findings else 0

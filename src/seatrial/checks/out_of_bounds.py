@@ -81,8 +81,9 @@ def judge(study: Study, evidence: Sequence[Evidence]) -> Conclusion:
     own = [e.job.cases[0] for e in evidence]
     findings = _writes(study, sorted(overruns, key=lambda overrun: overrun[0] not in own))
     findings += [f for e in evidence if (f := _reads(study, e.job.cases[0], e.records)) is not None][:2]
-    silent = [(e.job.cases[0], r) for e in evidence for r in e.records if r.ran is not Ran.RETURNED]
-    if silent and not findings and silent[0][1].ran is not Ran.RAISED:
+    silent = [(c, r) for c, e in zip(own, evidence, strict=True) for r in e.records if r.ran is not Ran.RETURNED]
+    silent = [(c, r) for c, r in silent if r.ran is not Ran.RAISED or c is own[0]]  # other sizes may be refused
+    if silent and not findings:
         findings.append(not_verified(NAME, unusable(silent[0][1]), where=where(silent[0][0])))
     return Conclusion(findings or [held(NAME, "nothing beyond the ends of a tensor was written, nor read with effect")])
 

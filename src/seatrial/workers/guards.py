@@ -51,7 +51,9 @@ class Guarded:
 
     def _inside(self) -> Tensor:
         if self.base.device.type == "cpu":
-            return torch.frombuffer(memoryview(cast(Buffer, self.base.numpy()))[BAND : BAND + self.nbytes], dtype=torch.uint8)
+            return torch.frombuffer(
+                memoryview(cast(Buffer, self.base.numpy()))[BAND : BAND + self.nbytes], dtype=torch.uint8
+            )
         return torch.as_tensor(_Lent(self.base[BAND : BAND + self.nbytes]), device=self.base.device)
 
     def bands(self) -> tuple[Tensor, Tensor]:
