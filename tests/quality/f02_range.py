@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -107,13 +108,60 @@ def overflowing_chunk(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> Ten
     return (q @ k.T * decayed(log_decay, mask_first=False)) @ v
 
 
-def decay_inputs(strength: float) -> Any:
+def decay_inputs(strength: float, steps: int = 64) -> Any:
     def make(seed: int) -> dict[str, Any]:
         g = generator(seed)
-        made: dict[str, Any] = {name: normal(g, 64, 16, dtype=F32) for name in "qkv"}
-        return made | {"log_decay": -strength * torch.rand(64, generator=g)}
+        made: dict[str, Any] = {name: normal(g, steps, 16, dtype=F32) for name in "qkv"}
+        return made | {"log_decay": -strength * torch.rand(steps, generator=g)}
 
     return make
+
+
+# B03/chunked: a recurrence by chunks, whose decays are differences of prefix sums
+
+
+def step_by_step(decays: Callable[[int], Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    state, out = q.new_zeros(k.shape[1], v.shape[1]), []
+    for i in range(len(q)):
+        state = state * decays(i) + k[i, :, None] * v[i, None, :]
+        out.append(q[i] @ state)
+    return torch.stack(out)
+
+
+def decay_by_decay(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> Tensor:
+    return step_by_step(lambda i: torch.exp(log_decay[i]), q, k, v)
+
+
+def decays_at_once(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> Tensor:
+    decays = torch.exp(log_decay)[:, None]
+    return step_by_step(lambda i: decays[i], q, k, v)
+
+
+CHUNK = 8
+
+
+def by_chunks(within: Callable[[Tensor], Tensor], total: Callable[[Tensor], Tensor] = lambda x: x) -> Kernel:
+    """`within` gives exp(a_i - a_j) of a chunk's prefix sums, `total` rounds these."""
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> Tensor:
+        state, out = q.new_zeros(k.shape[1], v.shape[1]), []
+        for at in range(0, len(q), CHUNK):
+            here = slice(at, at + CHUNK)
+            a = total(log_decay[here].cumsum(0))
+            out.append((q[here] @ k[here].T * within(a)) @ v[here] + a.exp()[:, None] * (q[here] @ state))
+            state = a[-1].exp() * state + (k[here] * (a[-1] - a).exp()[:, None]).T @ v[here]
+        return torch.cat(out)
+
+    return kernel
+
+
+def of_differences(a: Tensor) -> Tensor:
+    kept = torch.ones(len(a), len(a), dtype=torch.bool).tril()
+    return (a[:, None] - a[None, :]).masked_fill(~kept, -math.inf).exp()
+
+
+def of_quotients(a: Tensor) -> Tensor:
+    return (a.exp()[:, None] * (-a).exp()[None, :]).tril()
 
 
 # B04: the inverse of a triangular matrix by a truncated series
@@ -191,6 +239,24 @@ PAIRS = (
         None,
         note="NaN in the reference is nobody's fault but its own",
         lenient=True,
+    ),
+    Pair(
+        "B03/chunked",
+        "decays within a chunk as quotients of exponentials: overflow",
+        decay_by_decay,
+        decay_inputs(1.0, 24),
+        by_chunks(of_differences),
+        by_chunks(of_quotients),
+        note="differences of prefix sums lose bits where gates are strong, as every chunked kernel does",
+    ),
+    Pair(
+        "B03/prefix",
+        "prefix sums of the decays kept in bfloat16",
+        decays_at_once,
+        decay_inputs(1.0, 24),
+        by_chunks(of_differences),
+        by_chunks(of_differences, lambda a: a.bfloat16().float()),
+        note="the reference makes all decays at once and takes one at a step",
     ),
     Pair(
         "B04",

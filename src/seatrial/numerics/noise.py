@@ -27,6 +27,8 @@ from seatrial.numerics.promote import MATMULS, WIDE, OpCall, Tape, op_names
 
 _STORE_SPREAD = 0.75  # a uniform error of 0.75 u has the deviation 0.43 u that rounding to nearest has
 _FUNCTION_ULPS = 4.0  # exp, tanh, … of an honest math library, in units of the roundoff
+_CHUNK = 256  # steps of a recurrence that kernels take at a time, at most (Mamba-2, arXiv 2405.21060, default)
+_MOST_DECAYS = 1 << 22  # elements of a result of exp that is remembered
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 over the golden ratio, odd: spreads keys (Knuth, TAOCP 6.4)
 _POOL = 1 << 20
 _FP8_BITS, _FP8_BLOCK = 13, 128  # of Hopper's units: bits below the largest term; terms until the sum is promoted
@@ -106,6 +108,8 @@ class Noise:
         self._prefer = 1.0 if seed % 2 else -1.0
         # Measured on an H200 (benchmarks/gpu_constants.py): 0.1 to 0.5 of u·n/4 for TF32, bf16 and fp16 products.
         self._drift = 0.1 + 0.5 * float(torch.rand((), generator=self._random))
+        self._prefixes: dict[tuple[int, ...], tuple[int, Tensor]] = {}  # steps, and sum of |log decay| so far
+        self._decays: dict[int, Tensor] = {}  # by storage; kept, so that no address is given twice
         self.on_tape: Callable[[], bool] = lambda: False
 
     # -- promote.Perturbation
@@ -141,7 +145,11 @@ class Noise:
             return result
         if call.name in _SCALES and which == 0:
             return self._disturb_reduction(call, result)
+        if call.name in _DECAYS:
+            return self._as_a_decay(self._disturb_opaque(call, result, which))
         if call.name in _ONE_ROUNDING or (call.name == "pow" and _is_square(call.args[1])):
+            if self._decays and call.name in {"mul", "mul_"}:
+                result = self._times_one_of_the_decays(call, result)
             return self._with_rounded_constants(call, self._times_one_plus(result, self._roundoff(call)))
         if "fft" in call.name:
             return result + 4 * self._roundoff(call) * (result * result).mean(-1, keepdim=True).sqrt() * self._normal(
@@ -173,6 +181,36 @@ class Noise:
 
     def _roundoff(self, call: OpCall) -> float:
         return 2.0**-53 if self._wide and call.declared == WIDE else 2.0**-24
+
+    def _as_a_decay(self, result: Tensor) -> Tensor:
+        """A factor exp(x) at one step of a recurrence; chunked kernels make it from differences of prefix sums of x.
+
+        Such a sum is rounded at its own size, which is that of all steps of the chunk (gated linear attention,
+        arXiv 2312.06635, §4.3). Steps are told by calls on one shape; a single call is no recurrence.
+        """
+        made = self._by_prefix(result, result, tuple(result.shape))
+        if 1 < made.numel() <= _MOST_DECAYS:
+            self._decays[made.untyped_storage().data_ptr()] = made
+        return made
+
+    def _times_one_of_the_decays(self, call: OpCall, result: Tensor) -> Tensor:
+        """A product with one step of factors that were all made at once."""
+        for factor in call.tensors():
+            place = factor.untyped_storage().data_ptr()
+            decays = self._decays.get(place)
+            if decays is not None and 0 < factor.numel() <= decays.numel() // 2:
+                return self._by_prefix(result, factor, (place, *factor.shape))
+        return result
+
+    def _by_prefix(self, result: Tensor, decay: Tensor, key: tuple[int, ...]) -> Tensor:
+        steps, before = self._prefixes.get(key, (0, torch.zeros_like(decay)))
+        if steps % _CHUNK == 0:
+            before = torch.zeros_like(decay)
+        size = before + decay.log().abs().nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        self._prefixes[key] = (steps + 1, size)
+        if steps == 0 or self._wide:
+            return result
+        return result * (1 + 2.0**-24 * size * self._uniform(decay))
 
     def _times_one_plus(self, value: Tensor, size: float) -> Tensor:
         one = torch.ones((), dtype=WIDE, device=value.device)
@@ -391,6 +429,7 @@ _MATMULS = MATMULS | {"convolution"}
 _ONE_ROUNDING = op_names(
     "add sub mul div add_ sub_ mul_ div_ rsub square reciprocal sqrt rsqrt square_ sqrt_ rsqrt_ reciprocal_"
 )
+_DECAYS = op_names("exp exp_ exp2 exp2_ sigmoid sigmoid_")
 _SCALED_BY_ROW = frozenset({"_softmax", "native_layer_norm", "native_group_norm", "_fused_rms_norm", "_safe_softmax"})
 # A kernel computes these from exp: 1 - 2/(1 + exp(2x)) is off by roundings of 1, not of the (smaller) result.
 _TIE = 1e-12  # of the largest value: parts equals and nothing else
