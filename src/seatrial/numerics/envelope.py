@@ -188,11 +188,12 @@ class Envelope:
         tests, errors = yardstick.tests(out, groups)
         tail = tests[1]
         slope = yardstick.slope_of(out)
+        told = expected.to(out.dtype) if tests[0].failed else expected  # beyond the format's range is infinite in it
         facts = _replaced(
             report,
             tests=tuple(tests),
             worst_index=tests[0].index if tests[0].failed else tail.index,
-            **_values_at(tests[0].index if tests[0].failed else tail.index, out, expected),
+            **_values_at(tests[0].index if tests[0].failed else tail.index, out, told),
             implied_bits=yardstick.implied_bits(errors),
             slope=slope,
             slope_allowed=yardstick.slope_allowed() if slope is not None else None,
